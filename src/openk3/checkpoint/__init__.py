@@ -1,0 +1,1 @@
+"""Files in and out: training checkpoints and the published Hugging Face layout."""

@@ -1,0 +1,41 @@
+"""The `k3` command. Only the chosen verb's module is imported, so `k3 --help` never loads torch."""
+
+import sys
+from importlib import import_module
+
+from openk3._version import __version__
+from openk3.errors import OpenK3Error, nearest
+
+# verb -> (module with `main(argv) -> int`, one line for --help)
+VERBS: dict[str, tuple[str, str]] = {}
+
+
+def usage() -> str:
+    """The text of `k3 --help`."""
+    lines = ["usage: k3 VERB [options]      (k3 VERB --help explains one verb)", ""]
+    lines += [f"  {verb:<12}{what}" for verb, (_, what) in VERBS.items()]
+    lines += ["", "  --version   print the version", "  --help      print this"]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one verb. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        print(f"openk3 {__version__}")
+        return 0
+    verb, rest = argv[0], argv[1:]
+    if verb not in VERBS:
+        print(f"k3: unknown verb {verb!r}{nearest(verb, set(VERBS))}\n\n{usage()}", file=sys.stderr)
+        return 2
+    try:
+        return import_module(VERBS[verb][0]).main(rest)
+    except OpenK3Error as error:
+        print(f"k3 {verb}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"k3 {verb}: interrupted", file=sys.stderr)
+        return 130

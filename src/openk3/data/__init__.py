@@ -1,0 +1,1 @@
+"""Token shards, deterministic sampling, packing and held-out splits."""

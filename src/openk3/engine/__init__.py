@@ -1,0 +1,1 @@
+"""The serving engine: continuous batching over a hybrid KDA + MLA cache."""

@@ -1,0 +1,1 @@
+"""Routing of sessions over many engines. Imports no torch."""

@@ -1,0 +1,1 @@
+"""The Kimi K3 architecture on one device, with ports for everything distributed."""

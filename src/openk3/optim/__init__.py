@@ -1,0 +1,1 @@
+"""Per-Head Muon, AdamW groups, learning-rate schedules and weight clipping."""

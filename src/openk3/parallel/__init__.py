@@ -1,0 +1,1 @@
+"""Meshes, expert parallelism, sharded state and pipelines on torch.distributed."""

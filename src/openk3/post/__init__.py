@@ -1,0 +1,1 @@
+"""Post-training: the only place that knows both the trainer and the engine."""

@@ -1,0 +1,1 @@
+"""Run reports and plots."""

@@ -1,0 +1,1 @@
+"""Resumable sandboxes: pause, resume, fork and snapshot isolated machines. Imports no torch."""

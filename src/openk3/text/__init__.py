@@ -1,0 +1,1 @@
+"""Tokenizers and the XTML chat format. Imports no torch."""

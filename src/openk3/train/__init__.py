@@ -1,0 +1,1 @@
+"""The pre-training loop."""
