@@ -1,0 +1,27 @@
+"""Validation helpers of the configuration dataclasses."""
+
+import dataclasses
+from typing import Any
+
+from openk3.errors import ConfigError
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ConfigError(message) unless `condition` holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
+def integer_fields_positive(config: Any, prefix: str, zero_ok: tuple[str, ...] = ()) -> None:
+    """Every field annotated `int` must hold an int of at least 1 (0 where `zero_ok` names it)."""
+    for item in dataclasses.fields(config):
+        if item.type not in (int, "int"):
+            continue
+        value = getattr(config, item.name)
+        name = f"{prefix}.{item.name}" if prefix else item.name
+        require(
+            isinstance(value, int) and not isinstance(value, bool),
+            f"{name} must be an integer, not {value!r}",
+        )
+        least = 0 if item.name in zero_ok else 1
+        require(value >= least, f"{name} ({value}) must be at least {least}")
