@@ -1,8 +1,8 @@
 """The model ladder: one dial, the rung, from a laptop's `nano` to the published `k3`.
 
-A rung fixes width, depth, heads and experts; everything else keeps K3's proportions: a latent of half
-the width, experts of 3/7 of it, a dense first layer of 11 experts, 3 KDA layers to 1 Gated MLA layer,
-and MLA last.
+A rung fixes width, depth, heads and experts; everything else keeps K3's proportions: a latent of
+half the width, experts of 3/7 of it, a dense first layer of 11 experts, 3 KDA layers to 1 Gated MLA
+layer, and MLA last.
 """
 
 from dataclasses import dataclass
