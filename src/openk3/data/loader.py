@@ -1,0 +1,116 @@
+"""Batches of packed rows. The whole state of a loader is one integer: how many rows all ranks took.
+
+Rank r of R takes rows i * R + r, so the same rows make up a step for any R that divides it.
+
+Shape legend: B rows of a batch, T tokens of a row, N packed sequences.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from openk3.data.dataset import Split
+from openk3.data.rows import IGNORE, InOrder, Row, RowSource
+from openk3.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B rows of T tokens.
+
+    input_ids   [B, T] int64
+    targets     [B, T] int64: the token that follows each input, IGNORE (-100) where none is wanted
+    cu_seqlens  [N + 1] int32: where sequences begin in the flattened batch, from 0 to B * T. A row
+                begins a sequence, so does a document, so does a row's padding.
+    num_tokens  targets that are not IGNORE
+    num_bytes   raw text bytes that those targets stand for (an end-of-text token stands for none):
+                summed loss / ln 2 / num_bytes is bits per byte
+    """
+
+    input_ids: torch.Tensor
+    targets: torch.Tensor
+    cu_seqlens: torch.Tensor
+    num_tokens: int
+    num_bytes: int
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """The same batch on `device`."""
+        names = ("input_ids", "targets", "cu_seqlens")
+        return replace(self, **{n: getattr(self, n).to(device) for n in names})
+
+
+def collate(rows: Sequence[Row], seq_len: int, pad_id: int) -> Batch:
+    """Pack rows of at most `seq_len` tokens; shorter ones are padded: `pad_id`, target IGNORE."""
+    inputs = np.full((len(rows), seq_len), pad_id, dtype=np.int64)
+    targets = np.full((len(rows), seq_len), IGNORE, dtype=np.int64)
+    begins = [np.empty(0, np.int64)]
+    for b, row in enumerate(rows):
+        n = len(row.inputs)
+        inputs[b, :n], targets[b, :n] = row.inputs, row.targets
+        padding = np.arange(n, n + (0 < n < seq_len))
+        begins.append(b * seq_len + np.concatenate([[0], row.starts, padding]))
+    cu_seqlens = np.append(np.concatenate(begins), len(rows) * seq_len).astype(np.int32)
+    return Batch(
+        input_ids=torch.from_numpy(inputs),
+        targets=torch.from_numpy(targets),
+        cu_seqlens=torch.from_numpy(cu_seqlens),
+        num_tokens=int((targets != IGNORE).sum()),
+        num_bytes=sum(row.num_bytes for row in rows),
+    )
+
+
+class Loader:
+    """Endless iterator of a rank's batches, `batch_rows` rows each.
+
+    `position` counts the rows that all ranks together have taken. Save it; give it back to resume.
+    Every `next` advances it by batch_rows * world_size on every rank.
+    """
+
+    def __init__(
+        self,
+        source: RowSource,
+        batch_rows: int,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        position: int = 0,
+    ) -> None:
+        if batch_rows < 1:
+            raise ConfigError(f"batch_rows is {batch_rows}; it must be at least 1")
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"rank {rank} is outside a world of {world_size}")
+        if position < 0:
+            raise ConfigError(f"position is {position}; it must not be negative")
+        self.source, self.batch_rows = source, batch_rows
+        self.rank, self.world_size, self.position = rank, world_size, position
+
+    def __iter__(self) -> "Loader":
+        return self
+
+    def __next__(self) -> Batch:
+        first, step = self.position + self.rank, self.world_size
+        rows = [self.source.row(first + j * step) for j in range(self.batch_rows)]
+        self.position += self.batch_rows * step
+        return collate(rows, self.source.seq_len, self.source.dataset.eot_id)
+
+
+def eval_batches(
+    split: Split,
+    seq_len: int,
+    batch_rows: int,
+    *,
+    num_context: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Iterator[Batch]:
+    """A rank's share of `split`, in order: over all ranks every token is a target exactly once.
+
+    `num_context` tokens before each row are repeated as context. All ranks get equally many
+    batches of the same shape (the last ones may be all padding), so collectives stay in step.
+    """
+    rows = InOrder(split, seq_len, num_context)
+    loader = Loader(rows, batch_rows, rank=rank, world_size=world_size)
+    while loader.position < rows.num_rows:
+        yield next(loader)
