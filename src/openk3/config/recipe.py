@@ -1,0 +1,208 @@
+"""A pre-training recipe: everything that fixes a run, as TOML or flags say it.
+
+`[model] [data] [optim] [train]` decide the numbers a run computes; `[run]` decides only what is
+written, printed and kept. A checkpoint resumes only under equal deciding sections.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from openk3.config.check import require
+from openk3.config.model import ModelConfig
+from openk3.config.presets import preset
+from openk3.errors import ConfigError, nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRecipe:
+    """Which model is trained."""
+
+    preset: str = "nano"
+    """Rung of the ladder: nano, micro, mini, small, base or k3."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """ModelConfig fields that differ from the preset; `linear_attn` takes a table of its own."""
+
+    def build(self) -> ModelConfig:
+        """The preset with the overrides applied. Raises ConfigError naming the field."""
+        return override(preset(self.preset), self.overrides, "model.overrides")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataRecipe:
+    """What it reads."""
+
+    train: tuple[str, ...] = ()
+    """Dataset folders made by `k3 data build`; their `train` splits are mixed."""
+    weights: tuple[float, ...] = ()
+    """Sampling weight of each folder; empty means by size."""
+    eval_split: str = "heldout"
+    """Split of the first folder that evaluation reads."""
+    sequence_tokens: int = 512
+    """Tokens of one packed sequence."""
+    cross_documents: bool = False
+    """False resets memory and attention at every document start (`cu_seqlens`)."""
+    seed: int = 0
+    """Order of the samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimRecipe:
+    """How weights move (K3 report §2.5 and §3)."""
+
+    lr: float = 4e-3
+    """Peak learning rate, of Muon blocks (times 0.2 sqrt(max(rows, cols))) and of AdamW."""
+    embed_lr_scale: float = 1.0
+    """Factor on lr for the embedding and the output head."""
+    weight_decay: float = 0.1
+    """Decoupled decay of matrices; norms, gates' scalars and AttnRes queries have none."""
+    warmup_fraction: float = 0.01
+    """Share of the steps over which lr rises linearly (report §3: 1%)."""
+    final_lr_fraction: float = 0.0
+    """lr at the last step as a share of the peak; the way down is a half cosine."""
+    momentum: float = 0.95
+    """Nesterov momentum of Muon."""
+    newton_schulz_steps: int = 5
+    """Iterations of the orthogonalisation."""
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW decay rates of the first and second moment."""
+    adam_eps: float = 1e-8
+    """AdamW denominator floor."""
+    clip_norm: float = 1.0
+    """Largest global gradient norm; larger gradients are scaled down. 0 turns it off."""
+    logit_cap: float = 100.0
+    """tau of the MLA weight clipping: heads whose largest logit exceeds it are scaled down."""
+
+    def __post_init__(self) -> None:
+        require(0 < self.lr < float("inf"), f"optim.lr ({self.lr}) must be positive")
+        for name in ("warmup_fraction", "final_lr_fraction", "momentum"):
+            value = getattr(self, name)
+            require(0 <= value <= 1, f"optim.{name} ({value}) must lie in [0, 1]")
+        for name in ("weight_decay", "clip_norm"):
+            value = getattr(self, name)
+            require(value >= 0, f"optim.{name} ({value}) must not be negative")
+        require(
+            self.newton_schulz_steps >= 1,
+            f"optim.newton_schulz_steps ({self.newton_schulz_steps}) must be at least 1",
+        )
+        require(self.logit_cap > 0, f"optim.logit_cap ({self.logit_cap}) must be positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRecipe:
+    """How long and how wide."""
+
+    steps: int = 1000
+    """Optimizer steps of the whole run."""
+    batch_sequences: int = 2
+    """Sequences per optimizer step over all processes."""
+    micro_sequences: int = 0
+    """Sequences per forward of one process; 0 means its whole share. Fewer means accumulation."""
+    compute_dtype: str = "auto"
+    """Dtype of products: float32, bfloat16, or auto (bfloat16 on a GPU, float32 on a CPU)."""
+    seed: int = 0
+    """Initial weights."""
+    spike_nats: float = 2.0
+    """A step whose loss exceeds the running mean by this much is skipped."""
+    max_bad_steps: int = 10
+    """Bad steps in a row after which the run stops."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_sequences", "max_bad_steps"):
+            value = getattr(self, name)
+            require(value >= 1, f"train.{name} ({value}) must be at least 1")
+        require(
+            self.micro_sequences >= 0,
+            f"train.micro_sequences ({self.micro_sequences}) must not be negative",
+        )
+        allowed = ("auto", "float32", "bfloat16")
+        require(
+            self.compute_dtype in allowed,
+            f"train.compute_dtype ({self.compute_dtype!r}) must be one of {', '.join(allowed)}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecipe:
+    """What a run writes and prints; none of it changes the numbers it computes."""
+
+    folder: str = ""
+    """Run folder; empty means runs/NAME-of-the-recipe."""
+    device: str = "auto"
+    """cpu, cuda, cuda:N, or auto (a GPU when torch sees one)."""
+    threads: int = 0
+    """CPU threads; 0 leaves torch's choice."""
+    checkpoint_every: int = 200
+    """Steps between checkpoints; 0 writes only the last."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints kept; 0 keeps all."""
+    eval_every: int = 200
+    """Steps between evaluations; 0 evaluates only at the end."""
+    eval_tokens: int = 65536
+    """Held-out tokens of one evaluation; 0 reads the whole split."""
+    sample_every: int = 0
+    """Steps between samples; 0 samples only at the end."""
+    sample_prompts: tuple[str, ...] = ("def ", "The ")
+    """What the samples continue."""
+    sample_tokens: int = 96
+    """Tokens of a sample."""
+    observe_every: int = 50
+    """Steps between rows about experts, AttnRes weights and decay; 0 turns them off."""
+
+    def __post_init__(self) -> None:
+        for name in ("threads", "checkpoint_every", "keep_checkpoints", "eval_every"):
+            value = getattr(self, name)
+            require(value >= 0, f"run.{name} ({value}) must not be negative")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One pre-training run."""
+
+    model: ModelRecipe = ModelRecipe()
+    """Which model."""
+    data: DataRecipe = DataRecipe()
+    """Which data."""
+    optim: OptimRecipe = OptimRecipe()
+    """Which optimizer."""
+    train: TrainRecipe = TrainRecipe()
+    """How long and how wide."""
+    run: RunRecipe = RunRecipe()
+    """Where and how it is watched."""
+
+    def deciding(self) -> dict[str, Any]:
+        """The sections that decide the computed numbers, flat: `optim.lr` -> value.
+
+        Dataset folders count by their content (the loader's fingerprint), not by their path.
+        """
+        sections = dataclasses.asdict(self)
+        del sections["run"], sections["data"]["train"]
+        return flatten(sections)
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"a": {"b": 1}}` as `{"a.b": 1}`, tuples as lists: what JSON gives back unchanged."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = list(value) if isinstance(value, tuple) else value
+    return flat
+
+
+def override(config: Any, changes: dict[str, Any], where: str) -> Any:
+    """`config`, a frozen dataclass, with `changes` applied; nested tables reach nested dataclasses.
+
+    Raises ConfigError that names an unknown field and the nearest known one.
+    """
+    known = {f.name for f in dataclasses.fields(config)}
+    values: dict[str, Any] = {}
+    for name, value in changes.items():
+        if name not in known:
+            raise ConfigError(f"{where}.{name} is no field{nearest(name, known)}")
+        old = getattr(config, name)
+        if isinstance(value, dict) and dataclasses.is_dataclass(old):
+            value = override(old, value, f"{where}.{name}")
+        values[name] = tuple(value) if isinstance(value, list) else value
+    return dataclasses.replace(config, **values)
