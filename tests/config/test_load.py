@@ -103,7 +103,7 @@ def test_a_table_may_start_from_a_preset(tmp_path):
         ("steps = 1\n[optim]\nkind = 'adam'", "", ["optim.kind", "'adamw'"]),
         ("steps = 1\nbetas = [0.9]", "", ["betas", "[float, float]"]),
         ("steps = 1\nnames = [1]", "", ["names.0", "str"]),
-        ("steps = 1\n[[sources]]\nwieght = 2", "", ["sources.0.wieght", "'weight'"]),
+        ("steps = 1\n[[sources]]\nwait = 2", "", ["sources.0.wait", "path, weight"]),
         ("steps = 1\n[[sources]]\nweight = 2", "", ["sources.0.path", "required"]),
         ("steps = 1\n[optim]\nlr = -1", "", ["[optim]", "positive"]),
         ("steps = 1\n[model]\npreset = 'nan'", "", ["a.toml", "model.preset", "'nano'"]),

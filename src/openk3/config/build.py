@@ -150,12 +150,10 @@ def _check_keys(cls: type, table: dict[str, Any], place: Place) -> None:
 
 
 def elsewhere(key: str, root: type) -> str:
-    """A hint naming the fields of other tables that are called `key`, or nearly so."""
+    """A hint naming the fields of any table under `root` that are called `key`, or nothing."""
     paths = [leaf.path for leaf in fields.leaves(root)]
     same = [path for path in paths if path.rpartition(".")[2] == key]
-    if same:
-        return f" (did you mean {' or '.join(map(repr, same))}?)"
-    return nearest(key, paths)
+    return f" (did you mean {' or '.join(map(repr, same))}?)" if same else ""
 
 
 def _scalar(value: Any, inner: Any, kind: Any, place: Place) -> Any:

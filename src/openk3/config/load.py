@@ -105,7 +105,7 @@ def _type_of(cls: type, path: str, name: str, own: Collection[str]) -> Any:
             known = dict.fromkeys([key], inner.__args__[1]) if _is_dict(inner) else {}
         if key not in known:
             paths = [f"--{leaf.path}" for leaf in fields.leaves(cls)]
-            hint = nearest(name, {*paths, *own}) or elsewhere(key, cls)
+            hint = elsewhere(key, cls) or nearest(name, {*paths, *own})
             raise ConfigError(f"unknown option {name}{hint}; --help lists them all")
         kind = known[key]
     return kind
