@@ -1,0 +1,73 @@
+"""Backend tables: which implementations an op has, what each needs, and which one runs here.
+
+A choice is made once, when a module is built, logged once, and shown by `k3 doctor`. An explicit
+choice that cannot be honoured is an error.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from openk3.errors import BackendError, nearest
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of an op."""
+
+    name: str
+    needs: str
+    """What it needs, in words."""
+    usable: Callable[..., tuple[bool, str]]
+    """Keyword facts about the call -> (whether it can run here, why or why not)."""
+    load: Callable[[], Callable[..., Any]]
+    """Import and return the implementation; called only when chosen."""
+
+
+class BackendTable:
+    """The implementations of one op, best first; `reference` is last and always usable."""
+
+    def __init__(self, op: str, backends: list[Backend]) -> None:
+        self.op = op
+        self.backends = backends
+        self._said: set[tuple[str, str]] = set()
+
+    def explain(self, **facts: Any) -> list[tuple[str, bool, str]]:
+        """(name, usable, reason) of every backend for these facts."""
+        return [(b.name, *b.usable(**facts)) for b in self.backends]
+
+    def resolve(self, requested: str | None = None, **facts: Any) -> Backend:
+        """The requested backend, or the first usable one. Raises BackendError."""
+        if requested is not None:
+            return self._explicit(requested, facts)
+        for backend in self.backends:
+            usable, reason = backend.usable(**facts)
+            if usable:
+                self._say_once(backend.name, reason)
+                return backend
+        raise AssertionError(f"{self.op}: the reference backend must always be usable")
+
+    def _explicit(self, requested: str, facts: dict[str, Any]) -> Backend:
+        by_name = {b.name: b for b in self.backends}
+        if requested not in by_name:
+            raise BackendError(
+                f"{self.op}: no backend {requested!r}{nearest(requested, set(by_name))}; "
+                f"there are {', '.join(by_name)}"
+            )
+        usable, reason = by_name[requested].usable(**facts)
+        if not usable:
+            raise BackendError(f"{self.op}: backend {requested!r} cannot run here: {reason}")
+        return by_name[requested]
+
+    def _say_once(self, name: str, reason: str) -> None:
+        if (name, reason) not in self._said:
+            self._said.add((name, reason))
+            log.info("%s: backend %s (%s)", self.op, name, reason)
+
+
+def always(**_: Any) -> tuple[bool, str]:
+    """The predicate of a reference backend."""
+    return True, "plain torch, always available"

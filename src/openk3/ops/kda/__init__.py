@@ -1,0 +1,142 @@
+"""Kimi Delta Attention (K3 report §2.1.1): one public op over a table of backends."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openk3.errors import InputError
+from openk3.ops.backends import Backend, BackendTable, always
+from openk3.ops.packed import sequence_lengths
+
+RECURRENT_BELOW = 5  # up to this many tokens a sequence, the recurrence is cheaper than a chunk
+
+
+def _reference() -> Any:
+    return kda_reference
+
+
+BACKENDS = BackendTable("kda", [Backend("reference", "nothing", always, _reference)])
+
+
+def kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    A_log: Tensor,
+    dt_bias: Tensor | None = None,
+    lower_bound: float = -5.0,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    output_final_state: bool = False,
+    state_positions: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    """Gated delta-rule attention of raw projections.
+
+    q, k [B,T,H,K], v [B,T,H,V], g [B,T,H,K] decay logits, beta [B,T,H] logits, all raw: L2 norm
+    (eps 1e-6), the gate lower_bound * sigmoid(exp(A_log) (g + dt_bias)) of eq. 5 and the sigmoid of
+    beta happen inside. A_log [H], dt_bias [H * K] or None, float32. scale None is K ** -0.5.
+    initial_state [N,H,K,V] float32 or None; cu_seqlens [N + 1] for a packed row (then B = 1).
+    state_positions [P]: flat token indices b * T + t whose states are wanted.
+
+    Returns (o [B,T,H,V] in v's dtype, final state [N,H,K,V] float32 or None) and, if
+    state_positions is given, the states after those tokens [P,H,K,V]. Raises InputError on a wrong
+    shape and BackendError on a backend that cannot run here.
+    """
+    lengths = _check(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, state_positions)
+    chosen = BACKENDS.resolve(backend, device=q.device, dtype=q.dtype, width=q.shape[-1])
+    return chosen.load()(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        lower_bound=lower_bound,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        initial_state=initial_state,
+        lengths=lengths,
+        cu_seqlens=cu_seqlens,
+        output_final_state=output_final_state,
+        state_positions=state_positions,
+    )
+
+
+def kda_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    A_log: Tensor,
+    dt_bias: Tensor | None,
+    lower_bound: float,
+    scale: float,
+    initial_state: Tensor | None,
+    lengths: list[int],
+    cu_seqlens: Tensor | None,
+    output_final_state: bool,
+    state_positions: Tensor | None,
+) -> Any:
+    """The plain torch backend: chunkwise, or the recurrence for a few tokens."""
+    from openk3.ops.kda import reference
+
+    active = reference.activate(q, k, v, g, beta, A_log, dt_bias, lower_bound, scale)
+    if initial_state is None:
+        shape = (len(lengths), q.shape[2], k.shape[-1], v.shape[-1])
+        initial_state = torch.zeros(shape, dtype=active[0].dtype, device=q.device)
+    state = initial_state.to(active[0].dtype)
+    few = max(lengths, default=0) < RECURRENT_BELOW
+    form = reference.recurrent if few else reference.chunkwise
+    o, final, states = form(*active, state, lengths, state_positions=state_positions)
+    o = o.view(v.shape).to(v.dtype)
+    last = final if output_final_state else None
+    return (o, last) if state_positions is None else (o, last, states)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    state_positions: Tensor | None,
+) -> list[int]:
+    if q.ndim != 4:
+        raise InputError(f"q must be [B, T, H, K], not {list(q.shape)}")
+    batch, tokens, heads, width = q.shape
+    for name, x, shape in (
+        ("k", k, (batch, tokens, heads, width)),
+        ("v", v, (batch, tokens, heads, v.shape[-1])),
+        ("g", g, (batch, tokens, heads, width)),
+        ("beta", beta, (batch, tokens, heads)),
+        ("A_log", A_log, (heads,)),
+    ):
+        if tuple(x.shape) != shape:
+            raise InputError(f"{name} must be {list(shape)} to fit q, not {list(x.shape)}")
+    if dt_bias is not None and dt_bias.numel() != heads * width:
+        raise InputError(f"dt_bias must hold {heads * width} values, not {dt_bias.numel()}")
+    lengths = sequence_lengths(batch, tokens, cu_seqlens)
+    if initial_state is not None:
+        shape = (len(lengths), heads, width, v.shape[-1])
+        if tuple(initial_state.shape) != shape:
+            raise InputError(
+                f"initial_state must be {list(shape)} for {len(lengths)} sequences, not "
+                f"{list(initial_state.shape)}"
+            )
+    if state_positions is not None and (
+        state_positions.ndim != 1 or state_positions.is_floating_point()
+    ):
+        raise InputError("state_positions must be a 1-D integer tensor of token indices")
+    return lengths

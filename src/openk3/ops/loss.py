@@ -1,0 +1,98 @@
+"""Cross-entropy of a linear head, a chunk of tokens at a time.
+
+Logits [tokens, vocabulary] are never held whole: each chunk's logits become its loss and its
+gradients at once, in the same buffer.
+
+Legend: N tokens, d width, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+from openk3.errors import InputError
+
+IGNORE = -100
+
+
+def linear_cross_entropy(
+    hidden: Tensor, head: Tensor, targets: Tensor, *, chunk_tokens: int = 1024
+) -> Tensor:
+    """Sum over tokens of -log softmax(hidden head^T)[target], float32 scalar.
+
+    hidden [..., d], head [V, d], targets [...] int64, -100 where a token does not count. Divide by
+    the number of counted targets for a mean. Raises InputError on a target outside [0, V).
+    """
+    flat, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    if flat.shape[0] != wanted.shape[0]:
+        raise InputError(f"targets {list(targets.shape)} do not match hidden {list(hidden.shape)}")
+    if not flat.is_cuda:
+        _check_targets(wanted, head.shape[0])
+    return _LinearCrossEntropy.apply(flat, head, wanted, chunk_tokens)
+
+
+def token_losses(
+    hidden: Tensor, head: Tensor, targets: Tensor, *, chunk_tokens: int = 1024
+) -> Tensor:
+    """-log p of every target [...] float32 without gradient; 0 where the target is -100."""
+    flat, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    losses = []
+    with torch.no_grad():
+        for h, t in zip(flat.split(chunk_tokens), wanted.split(chunk_tokens), strict=True):
+            logits = (h @ head.T).float()
+            losses.append(torch.nn.functional.cross_entropy(logits, t, reduction="none"))
+    return torch.cat(losses).view(targets.shape)
+
+
+def _check_targets(targets: Tensor, vocab: int) -> None:
+    bad = (targets != IGNORE) & ((targets < 0) | (targets >= vocab))
+    if bool(bad.any()):
+        raise InputError(f"target {int(targets[bad][0])} lies outside the vocabulary [0, {vocab})")
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, head: Tensor, targets: Tensor, chunk_tokens: int) -> Tensor:
+        need_hidden, need_head = ctx.needs_input_grad[:2]
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        d_hidden = torch.empty_like(hidden) if need_hidden else None
+        d_head = torch.zeros_like(head, dtype=wide) if need_head else None
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        for start in range(0, hidden.shape[0], chunk_tokens):
+            here = slice(start, start + chunk_tokens)
+            h, t = hidden[here], targets[here]
+            probs, losses = _chunk(h @ head.T, t, wide)
+            total += losses
+            if d_hidden is not None:
+                d_hidden[here] = probs.to(head.dtype) @ head
+            if d_head is not None:
+                d_head += probs.to(h.dtype).T @ h
+        ctx.save_for_backward(d_hidden, d_head)
+        ctx.head_dtype = head.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        d_hidden, d_head = ctx.saved_tensors
+        return (
+            None if d_hidden is None else d_hidden * grad.to(d_hidden.dtype),
+            None if d_head is None else (d_head * grad).to(ctx.head_dtype),
+            None,
+            None,
+        )
+
+
+def _chunk(logits: Tensor, targets: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(gradient of the loss by the logits, in the logits' own float32 buffer; summed loss)."""
+    logits = logits.to(wide)
+    counted = targets != IGNORE
+    index = targets.clamp(min=0)[:, None]
+    peak = logits.amax(-1, keepdim=True)
+    logits -= peak
+    picked = logits.gather(1, index)
+    probs = logits.exp_()
+    total = probs.sum(-1, keepdim=True)
+    loss = ((total.log() - picked).squeeze(1) * counted).sum()
+    probs /= total
+    probs.scatter_add_(1, index, torch.full_like(picked, -1.0))
+    probs *= counted[:, None]
+    return probs, loss

@@ -1,0 +1,129 @@
+"""Gated MLA's attention core (K3 report §2.1.2): softmax over a latent cache, no positions.
+
+A key is [k_nope | k_rope]: the first part comes from the latent by a per-head matrix, the second is
+one un-rotated vector shared by all heads. Two exact forms: `expanded` builds keys and values per
+head (prefill and training); `absorbed` moves the matrices onto the query and the output, so that
+attention runs on the latents themselves (decoding).
+
+Legend: B batch, T queries, S keys, H heads, R latent width, D key width, V value width.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from openk3.errors import InputError
+from openk3.ops.packed import sequence_lengths
+
+Form = Literal["expanded", "absorbed"]
+
+
+def attend(
+    q: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    kv_b: Tensor,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    form: Form = "expanded",
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal attention of T queries over S >= T cached positions; the last T positions are the
+    queries'.
+
+    q [B,T,H,D] with D = nope + rope; latent [B,S,R] normed; k_rope [B,S,rope]; kv_b
+    [H * (nope + V), R], per head [k_nope | v]. scale None is D ** -0.5. cu_seqlens [N + 1] packs
+    N sequences in one row (B = 1, S = T). Softmax in float32.
+    Returns o [B,T,H,V] in q's dtype and, if asked, each head's largest scaled score [H] float32
+    (without gradient; for weight clipping). Raises InputError on shapes that do not fit.
+    """
+    batch, tokens, heads, width = q.shape
+    rope, total = k_rope.shape[-1], kv_b.shape[0] // heads
+    nope = width - rope
+    if kv_b.shape[0] % heads or total <= nope or kv_b.shape[1] != latent.shape[-1]:
+        raise InputError(
+            f"kv_b {list(kv_b.shape)} does not fit {heads} heads of key width {nope} + {rope} "
+            f"over a latent of {latent.shape[-1]}"
+        )
+    if latent.shape[1] < tokens:
+        raise InputError(f"{tokens} queries need at least as many keys, not {latent.shape[1]}")
+    scale = width**-0.5 if scale is None else scale
+    core = _expanded if form == "expanded" else _absorbed
+    if cu_seqlens is None:
+        o, peak = core(q, latent, k_rope, kv_b, scale, return_max_logits)
+    else:
+        lengths = sequence_lengths(batch, tokens, cu_seqlens)
+        pieces = [
+            core(*piece, kv_b, scale, return_max_logits)
+            for piece in zip(
+                q.split(lengths, 1), latent.split(lengths, 1), k_rope.split(lengths, 1), strict=True
+            )
+            if piece[0].shape[1]
+        ]
+        o = torch.cat([piece[0] for piece in pieces], 1)
+        peak = torch.stack([p[1] for p in pieces]).amax(0) if return_max_logits else None
+    return (o, peak) if peak is not None else o
+
+
+def expand(
+    latent: Tensor, k_rope: Tensor, kv_b: Tensor, heads: int, nope: int
+) -> tuple[Tensor, Tensor]:
+    """latent [B,S,R], k_rope [B,S,rope] -> keys [B,S,H,nope + rope], values [B,S,H,V]."""
+    kv = F.linear(latent, kv_b).unflatten(-1, (heads, -1))
+    k_nope, v = kv[..., :nope], kv[..., nope:]
+    shared = k_rope[:, :, None].expand(-1, -1, heads, -1)
+    return torch.cat([k_nope, shared], -1), v
+
+
+def _expanded(q, latent, k_rope, kv_b, scale, want_peak) -> tuple[Tensor, Any]:
+    heads, width = q.shape[2:]
+    k, v = expand(latent, k_rope, kv_b, heads, width - k_rope.shape[-1])
+    q_BHTD, k_BHSD, v_BHSV = (x.transpose(1, 2) for x in (q, k, v))
+    mask = _causal_mask(q.shape[1], k.shape[1], q.device)
+    square = mask is not None and q.shape[1] == k.shape[1]
+    o = F.scaled_dot_product_attention(
+        q_BHTD,
+        k_BHSD,
+        v_BHSV,
+        attn_mask=None if square else mask,
+        is_causal=square,
+        scale=scale,
+    )
+    peak = _peak(q_BHTD, k_BHSD, mask, scale) if want_peak else None
+    return o.transpose(1, 2), peak
+
+
+def _absorbed(q, latent, k_rope, kv_b, scale, want_peak) -> tuple[Tensor, Any]:
+    heads, width = q.shape[2:]
+    nope = width - k_rope.shape[-1]
+    up = kv_b.view(heads, -1, kv_b.shape[1])
+    k_up, v_up = up[:, :nope], up[:, nope:]
+    q_latent = torch.einsum("bthn,hnr->bthr", q[..., :nope], k_up)
+    scores = torch.einsum("bthr,bsr->bhts", q_latent.float(), latent.float())
+    scores = scores + torch.einsum("bthd,bsd->bhts", q[..., nope:].float(), k_rope.float())
+    scores = scores * scale
+    mask = _causal_mask(q.shape[1], latent.shape[1], q.device)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    weights = scores.softmax(-1).to(q.dtype)
+    o_latent = torch.einsum("bhts,bsr->bthr", weights, latent)
+    peak = scores.detach().amax((0, 2, 3)) if want_peak else None
+    return torch.einsum("bthr,hvr->bthv", o_latent, v_up), peak
+
+
+def _causal_mask(tokens: int, keys: int, device: torch.device) -> Tensor | None:
+    """[T, S] bool, or None when a single query may see every key."""
+    if tokens == 1:
+        return None
+    return torch.ones(tokens, keys, dtype=torch.bool, device=device).tril(keys - tokens)
+
+
+@torch.no_grad()
+def _peak(q_BHTD: Tensor, k_BHSD: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    scores = (q_BHTD @ k_BHSD.transpose(-1, -2)).float() * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return scores.amax((0, 2, 3))

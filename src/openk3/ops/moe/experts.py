@@ -1,0 +1,89 @@
+"""The routed experts as one grouped product over tokens sorted by expert (K3 report eq. 11).
+
+Legend: T tokens, k experts a token, R = T k rows, E experts, L latent width, F expert inner width.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from openk3.ops.moe.situ import situ_glu
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """Rows sorted by expert: row r of the sorted order is flat choice order[r] = t * k + j."""
+
+    order: Tensor
+    """[R] int64."""
+    inverse: Tensor
+    """[R] int64, its inverse."""
+    offsets: Tensor
+    """[E] int32, end of each expert's rows."""
+
+
+def sort_by_expert(ids: Tensor, num_experts: int) -> Permutation:
+    """ids [T, k] -> the stable expert-sorted order."""
+    flat = ids.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(flat.numel(), device=flat.device)
+    counts = torch.bincount(flat, minlength=num_experts)
+    return Permutation(order, inverse, counts.cumsum(0).to(torch.int32))
+
+
+class _Permute(torch.autograd.Function):
+    """x[order]; the gradient is a gather by the inverse, so it is deterministic."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """x [R, in] with rows grouped by expert, weight [E, out, in], offsets [E] -> [R, out]."""
+    if _grouped_mm_takes(x, weight):
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
+    sizes = offsets.diff(prepend=offsets.new_zeros(1)).tolist()
+    pieces = [F.linear(rows, w) for rows, w in zip(x.split(sizes), weight.unbind(0), strict=True)]
+    return torch.cat(pieces)
+
+
+def _grouped_mm_takes(x: Tensor, weight: Tensor) -> bool:
+    """grouped_mm wants float32 or bf16 and strides that are multiples of 16 bytes."""
+    wanted = (torch.bfloat16,) if x.is_cuda else (torch.bfloat16, torch.float32)
+    step = 16 // x.element_size()
+    return x.dtype in wanted and x.shape[1] % step == 0 and weight.shape[1] % step == 0
+
+
+def expert_mlp(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w1: Tensor,
+    w3: Tensor,
+    w2: Tensor,
+    beta1: float = 4.0,
+    beta2: float | None = 25.0,
+) -> Tensor:
+    """sum_j weights[t, j] * w2(SiTU(w1 x_t, w3 x_t)) over each token's experts.
+
+    x [T, L]; ids, weights [T, k]; w1, w3 [E, F, L], w2 [E, L, F]. Accumulated in float32, returned
+    [T, L] in x's dtype.
+    """
+    tokens, top_k = ids.shape
+    perm = sort_by_expert(ids, w1.shape[0])
+    repeated = x[:, None].expand(-1, top_k, -1).reshape(tokens * top_k, -1)
+    rows = _Permute.apply(repeated, perm.order, perm.inverse)
+    gate = grouped_linear(rows, w1, perm.offsets)
+    up = grouped_linear(rows, w3, perm.offsets)
+    out = grouped_linear(situ_glu(gate, up, beta1, beta2), w2, perm.offsets)
+    back = _Permute.apply(out, perm.inverse, perm.order).view(tokens, top_k, -1)
+    return torch.einsum("tkl,tk->tl", back.to(weights.dtype), weights).to(x.dtype)

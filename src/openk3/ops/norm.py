@@ -1,0 +1,27 @@
+"""RMSNorm in both cast orders, and the L2 norm of KDA's queries and keys."""
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The text model's RMSNorm: normalise in float32, cast back, then multiply by `weight`.
+
+    x [..., d] any float dtype, weight [d]; returns x's shape and dtype.
+    """
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return normed.to(x.dtype) * weight
+
+
+def rms_norm_wide(x: Tensor, weight: Tensor, eps: float | None = None) -> Tensor:
+    """The vision tower's RMSNorm (torch's own): multiply by `weight` before the cast back.
+
+    x [..., d], weight [d]; eps None is the dtype's machine epsilon, as in the published tower.
+    """
+    return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+
+
+def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """x / sqrt(sum(x^2) + eps) over the last dim (eps inside the root, on the sum)."""
+    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + eps)
