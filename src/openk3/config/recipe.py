@@ -6,26 +6,11 @@ written, printed and kept. A checkpoint resumes only under equal deciding sectio
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from openk3.config.check import require
 from openk3.config.model import ModelConfig
 from openk3.config.presets import preset
-from openk3.errors import ConfigError, nearest
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelRecipe:
-    """Which model is trained."""
-
-    preset: str = "nano"
-    """Rung of the ladder: nano, micro, mini, small, base or k3."""
-    overrides: dict[str, Any] = field(default_factory=dict)
-    """ModelConfig fields that differ from the preset; `linear_attn` takes a table of its own."""
-
-    def build(self) -> ModelConfig:
-        """The preset with the overrides applied. Raises ConfigError naming the field."""
-        return override(preset(self.preset), self.overrides, "model.overrides")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,18 +59,18 @@ class OptimRecipe:
     """tau of the MLA weight clipping: heads whose largest logit exceeds it are scaled down."""
 
     def __post_init__(self) -> None:
-        require(0 < self.lr < float("inf"), f"optim.lr ({self.lr}) must be positive")
+        require(0 < self.lr < float("inf"), f"lr ({self.lr}) must be positive")
         for name in ("warmup_fraction", "final_lr_fraction", "momentum"):
             value = getattr(self, name)
-            require(0 <= value <= 1, f"optim.{name} ({value}) must lie in [0, 1]")
+            require(0 <= value <= 1, f"{name} ({value}) must lie in [0, 1]")
         for name in ("weight_decay", "clip_norm"):
             value = getattr(self, name)
-            require(value >= 0, f"optim.{name} ({value}) must not be negative")
+            require(value >= 0, f"{name} ({value}) must not be negative")
         require(
             self.newton_schulz_steps >= 1,
-            f"optim.newton_schulz_steps ({self.newton_schulz_steps}) must be at least 1",
+            f"newton_schulz_steps ({self.newton_schulz_steps}) must be at least 1",
         )
-        require(self.logit_cap > 0, f"optim.logit_cap ({self.logit_cap}) must be positive")
+        require(self.logit_cap > 0, f"logit_cap ({self.logit_cap}) must be positive")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +83,7 @@ class TrainRecipe:
     """Sequences per optimizer step over all processes."""
     micro_sequences: int = 0
     """Sequences per forward of one process; 0 means its whole share. Fewer means accumulation."""
-    compute_dtype: str = "auto"
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of products: float32, bfloat16, or auto (bfloat16 on a GPU, float32 on a CPU)."""
     seed: int = 0
     """Initial weights."""
@@ -110,15 +95,10 @@ class TrainRecipe:
     def __post_init__(self) -> None:
         for name in ("steps", "batch_sequences", "max_bad_steps"):
             value = getattr(self, name)
-            require(value >= 1, f"train.{name} ({value}) must be at least 1")
+            require(value >= 1, f"{name} ({value}) must be at least 1")
         require(
             self.micro_sequences >= 0,
-            f"train.micro_sequences ({self.micro_sequences}) must not be negative",
-        )
-        allowed = ("auto", "float32", "bfloat16")
-        require(
-            self.compute_dtype in allowed,
-            f"train.compute_dtype ({self.compute_dtype!r}) must be one of {', '.join(allowed)}",
+            f"micro_sequences ({self.micro_sequences}) must not be negative",
         )
 
 
@@ -152,15 +132,15 @@ class RunRecipe:
     def __post_init__(self) -> None:
         for name in ("threads", "checkpoint_every", "keep_checkpoints", "eval_every"):
             value = getattr(self, name)
-            require(value >= 0, f"run.{name} ({value}) must not be negative")
+            require(value >= 0, f"{name} ({value}) must not be negative")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """One pre-training run."""
 
-    model: ModelRecipe = ModelRecipe()
-    """Which model."""
+    model: ModelConfig = field(default_factory=lambda: preset("nano"))
+    """Which model: `preset = "nano"` and the fields that differ from it."""
     data: DataRecipe = DataRecipe()
     """Which data."""
     optim: OptimRecipe = OptimRecipe()
@@ -189,20 +169,3 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = list(value) if isinstance(value, tuple) else value
     return flat
-
-
-def override(config: Any, changes: dict[str, Any], where: str) -> Any:
-    """`config`, a frozen dataclass, with `changes` applied; nested tables reach nested dataclasses.
-
-    Raises ConfigError that names an unknown field and the nearest known one.
-    """
-    known = {f.name for f in dataclasses.fields(config)}
-    values: dict[str, Any] = {}
-    for name, value in changes.items():
-        if name not in known:
-            raise ConfigError(f"{where}.{name} is no field{nearest(name, known)}")
-        old = getattr(config, name)
-        if isinstance(value, dict) and dataclasses.is_dataclass(old):
-            value = override(old, value, f"{where}.{name}")
-        values[name] = tuple(value) if isinstance(value, list) else value
-    return dataclasses.replace(config, **values)
