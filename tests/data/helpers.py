@@ -26,3 +26,18 @@ def make_dataset(
         for length in lengths:
             writer.add(split, list(itertools.islice(ids, length)))
     return Dataset(path)
+
+
+def write_files(root: Path, files: dict[str, bytes]) -> Path:
+    """Files by relative path under `root`."""
+    for name, raw in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(raw)
+    return root
+
+
+def source_files(count: int) -> dict[str, bytes]:
+    """Small, different Python files."""
+    body = 'def value_{0}(self):\n    """Return value {0}."""\n    return self.values[{0}]\n'
+    return {f"m{i}.py": (body.format(i) * 5).encode() for i in range(count)}

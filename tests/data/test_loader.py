@@ -13,7 +13,7 @@ from data.helpers import EOT, make_dataset
 from openk3.data.dataset import Dataset, Split
 from openk3.data.loader import Batch, Loader, collate, eval_batches
 from openk3.data.permute import Permutation
-from openk3.data.rows import IGNORE, InOrder, Mixture, Windows
+from openk3.data.rows import IGNORE, InOrder, Mixture, Windows, training_rows
 from openk3.errors import ConfigError, DataError, InputError
 
 LENGTHS = [3, 1, 5, 2, 40, 1, 1, 17, 4, 8]  # 82 tokens and 10 end-of-text tokens
@@ -280,6 +280,24 @@ def test_mixture_shares_add_up() -> None:
         _shares([1, 0], 10)
     with pytest.raises(ConfigError, match="positive"):
         _shares([1, float("nan")], 10)
+
+
+def test_training_rows_mixes_by_size_or_weight(tmp_path: Path) -> None:
+    one = make_dataset(tmp_path / "one", [60]).split("train")
+    two = make_dataset(tmp_path / "two", [60]).split("train")
+    mixture = training_rows([one, two], 4, seed=0)
+    assert isinstance(mixture, Mixture)
+    assert mixture.shares == [5000, 5000]
+    weighted = training_rows([one, two], 4, seed=0, weights=[3, 1])
+    assert isinstance(weighted, Mixture)
+    assert weighted.shares == [7500, 2500]
+    assert isinstance(training_rows([one], 4, seed=0), Windows)
+    rows = [source.row(0).targets.tolist() for source in mixture.sources]
+    assert rows[0] != rows[1], "sources must not be shuffled alike"
+    with pytest.raises(ConfigError, match="at least one dataset"):
+        training_rows([], 4, seed=0)
+    with pytest.raises(ConfigError, match="2 sources but 3 weights"):
+        training_rows([one, two], 4, seed=0, weights=[1, 1, 1])
 
 
 def test_sources_that_cannot_be_mixed(tmp_path: Path, split: Split) -> None:

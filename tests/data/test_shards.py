@@ -147,7 +147,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         ("vocab_size", None, "is corrupt: TypeError"),
         ("vocab_size", 70000, "belongs to another dataset"),
         ("splits", {"train": {}}, "is corrupt: KeyError"),
-        ("token_bytes", {"file": "../../etc/passwd", "sha256": ""}, "outside its folder"),
+        ("files", {"../../etc/passwd": ""}, "outside its folder"),
     ],
 )
 def test_a_damaged_index_is_refused(tmp_path: Path, key: str, value: object, message: str) -> None:

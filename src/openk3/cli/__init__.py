@@ -7,7 +7,9 @@ from openk3._version import __version__
 from openk3.errors import OpenK3Error, nearest
 
 # verb -> (module with `main(argv) -> int`, one line for --help)
-VERBS: dict[str, tuple[str, str]] = {}
+VERBS: dict[str, tuple[str, str]] = {
+    "data": ("openk3.cli.data", "build token shards from text, verify and describe them"),
+}
 
 
 def usage() -> str:

@@ -2,7 +2,7 @@
 
     PATH/index.json          schema, vocabulary size, end-of-text id, hashes, splits and shards
     PATH/token_bytes.bin     uint16 per id: how many raw bytes that token stands for
-    PATH/tokenizer.json      the tokenizer that made the ids, when it is a single file
+    PATH/tokenizer.json      the tokenizer that made the ids, with tokenizer_config.json
     PATH/train-00000.k3tok   shards of each split
 
 Every stored document ends with the end-of-text token, which stands for 0 bytes. Because each
@@ -23,6 +23,7 @@ from openk3.errors import DataError, InputError
 
 FORMAT = "openk3-tokens"
 SCHEMA = 1
+TOKEN_BYTES, TOKENIZER = "token_bytes.bin", "tokenizer.json"
 _SMALL = 64 << 20  # below this many bytes a dataset is verified whole whenever it is opened
 
 
@@ -112,29 +113,47 @@ class Dataset:
             self.vocab_size = int(index["vocab_size"])
             self.eot_id = int(index["eot_id"])
             self.source: dict[str, Any] = index["source"]
-            files = [index["token_bytes"], *([index["tokenizer"]] if index["tokenizer"] else [])]
-            paths = [self._file(entry["file"]) for entry in files]
-            digests = [str(entry["sha256"]) for entry in files]
+            digests = {self._file(name): str(d) for name, d in index["files"].items()}
             infos = {name: _split_info(value) for name, value in index["splits"].items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(
                 f"{self.path / 'index.json'} is corrupt: {type(error).__name__} {error}; "
                 "build the data again"
             ) from error
-        self.tokenizer_path = paths[1] if len(paths) > 1 else None
-        self.tokenizer_sha256 = digests[1] if len(paths) > 1 else None
+        self.tokenizer_sha256 = digests.get(self.path / TOKENIZER)
+        self.tokenizer_path = self.path / TOKENIZER if self.tokenizer_sha256 else None
         self._shards: list[tuple[Shard, ShardInfo]] = []
         self.splits = {name: self._open_split(name, info) for name, info in infos.items()}
         small = sum(s.path.stat().st_size for s, _ in self._shards) < _SMALL
         if verify or (verify is None and small):
-            self._verify(list(zip(paths, digests, strict=True)))
-        self.token_bytes = self._read_token_bytes(paths[0])
+            self._verify(digests)
+        self.token_bytes = self._read_token_bytes(self.path / TOKEN_BYTES)
 
     def split(self, name: str) -> Split:
         """A split by name; DataError lists what there is."""
         if name not in self.splits:
             raise DataError(f"{self.path} has no split {name!r}; it has {sorted(self.splits)}")
         return self.splits[name]
+
+    def summary(self) -> dict[str, Any]:
+        """Counts for people and programs: JSON values only."""
+        return {
+            "path": str(self.path),
+            "vocab_size": self.vocab_size,
+            "tokenizer_sha256": self.tokenizer_sha256,
+            "note": self.source.get("note", ""),
+            "skipped": self.source.get("skipped", {}),
+            "splits": {
+                name: {
+                    "num_documents": split.num_documents,
+                    "num_bytes": split.num_bytes,
+                    "num_tokens": split.num_tokens,
+                    # end-of-text tokens are no part of the text's compression
+                    "bytes_per_token": split.num_bytes / (split.num_tokens - split.num_documents),
+                }
+                for name, split in self.splits.items()
+            },
+        }
 
     def _file(self, name: str) -> Path:
         if Path(name).name != name:
@@ -163,8 +182,8 @@ class Dataset:
             )
         return Split(name, info, shards, self)
 
-    def _verify(self, files: list[tuple[Path, str]]) -> None:
-        for path, digest in files:
+    def _verify(self, digests: dict[Path, str]) -> None:
+        for path, digest in digests.items():
             if not path.is_file():
                 raise DataError(f"{path} is missing; copy it again or build the data again")
             if sha256_file(path) != digest:

@@ -186,6 +186,19 @@ class Mixture:
         return self.sources[which].row(block * share + within)
 
 
+def training_rows(
+    splits: Sequence[Split], seq_len: int, seed: int, weights: Sequence[float] = ()
+) -> RowSource:
+    """Shuffled rows of one split, or of several mixed by `weights` (empty: by their tokens)."""
+    if not splits:
+        raise ConfigError("training needs at least one dataset")
+    seeds = [derive_seed(seed, "source", k) for k in range(len(splits))]
+    sources = [Windows(split, seq_len, s) for split, s in zip(splits, seeds, strict=True)]
+    if len(splits) == 1 and len(weights) < 2:
+        return sources[0]
+    return Mixture(sources, weights or [split.num_tokens for split in splits], seed)
+
+
 def _check_alike(first: RowSource, other: RowSource) -> None:
     if first.seq_len != other.seq_len:
         raise ConfigError(f"a mixture's seq_len differ: {first.seq_len} and {other.seq_len}")

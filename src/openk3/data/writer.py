@@ -3,7 +3,6 @@
 The folder's layout is described in `openk3.data.dataset`, which reads it.
 """
 
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -13,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from openk3._io import atomic_dir, sha256_file, write_json
-from openk3.data.dataset import FORMAT, SCHEMA, ShardInfo, SplitInfo
+from openk3.data.dataset import FORMAT, SCHEMA, TOKEN_BYTES, ShardInfo, SplitInfo
 from openk3.data.shards import ShardWriter, token_dtype
 from openk3.errors import DataError, InputError
+from openk3.text.tokenizer import Tokenizer
 
 
 class DatasetWriter:
@@ -83,14 +83,14 @@ def write_dataset(
     *,
     token_bytes: np.ndarray,
     eot_id: int,
-    tokenizer: str | Path | None = None,
+    tokenizer: Tokenizer | None = None,
     source: Mapping[str, Any] | None = None,
     max_shard_tokens: int = 1 << 26,
 ) -> Iterator[DatasetWriter]:
     """Build a dataset folder; it appears under `path` complete, or not at all.
 
-    token_bytes [vocab_size]: raw bytes each token stands for (0 for special tokens). `tokenizer` is
-    a tokenizer file to copy into the folder. `source` is any JSON value to keep in the index; it is
+    token_bytes [vocab_size]: raw bytes each token stands for (0 for special tokens). `tokenizer`
+    is saved into the folder. `source` is any JSON value to keep in the index; it is
     read when the block ends, so it may be filled meanwhile. Memory is bounded by one document plus
     8 bytes per document of a shard.
 
@@ -122,23 +122,21 @@ def _write_index(
     writer: DatasetWriter,
     lengths: np.ndarray,
     eot_id: int,
-    tokenizer: str | Path | None,
+    tokenizer: Tokenizer | None,
     source: Mapping[str, Any] | None,
 ) -> None:
-    (folder / "token_bytes.bin").write_bytes(lengths.tobytes())
-    files = {"token_bytes": "token_bytes.bin"}
+    shards = {path.name for path in folder.iterdir()}
+    (folder / TOKEN_BYTES).write_bytes(lengths.tobytes())
     if tokenizer is not None:
-        files["tokenizer"] = Path(tokenizer).name
-        shutil.copyfile(tokenizer, folder / files["tokenizer"])
-    hashed = {key: {"file": f, "sha256": sha256_file(folder / f)} for key, f in files.items()}
+        tokenizer.save(folder)
+    others = sorted(path.name for path in folder.iterdir() if path.name not in shards)
     index = {
         "format": FORMAT,
         "schema": SCHEMA,
         "vocab_size": len(lengths),
         "eot_id": eot_id,
-        "tokenizer": None,
+        "files": {name: sha256_file(folder / name) for name in others},
         "splits": {name: asdict(info) for name, info in writer.splits.items()},
         "source": dict(source or {}),
-        **hashed,
     }
     write_json(folder / "index.json", index)
