@@ -152,6 +152,8 @@ def test_toml_and_json_read_back_to_the_same_configuration(tmp_path):
     saved = recipe_file(tmp_path, json.dumps(to_dict(config)), "config.json")
     assert load(Recipe, [saved]) == config
     assert from_dict(Recipe, to_dict(config)) == config
+    saved.write_text(json.dumps({"schema": 1, "id": "a", "config": to_dict(config)}))
+    assert load(Recipe, [saved]) == config
 
 
 def test_own_options_of_a_verb_are_left_alone():

@@ -2,7 +2,7 @@
 
     config = load(Recipe, ["recipes/nano.toml"], ["--train.steps=100", "--optim.lr", "3e-3"])
 
-A recipe file is TOML; the JSON that a run folder keeps is accepted too.
+A recipe file is TOML; the config.json that a run folder keeps is accepted too.
 """
 
 import json
@@ -55,7 +55,8 @@ def read(path: str | Path) -> dict[str, Any]:
         ) from error
     if not isinstance(table, dict):
         raise ConfigError(f"{path} must hold a table of keys, not a {type(table).__name__}")
-    return table
+    saved_by_a_run = {"schema", "config"} <= table.keys() and isinstance(table["config"], dict)
+    return table["config"] if saved_by_a_run else table
 
 
 def take_flags(
