@@ -29,8 +29,10 @@ def test_step_row_leaves_out_unknowns_and_flattens_extra():
 
 
 def test_nested_values_become_lists_and_nulls():
-    row = rows.AttnResRow(**AXES, weights={"0.mlp": (0.25, 0.75), "out": (float("nan"), 1.0)})
-    assert row.to_dict()["weights"] == {"0.mlp": [0.25, 0.75], "out": [None, 1.0]}
+    row = rows.AttnResRow(
+        **AXES, weights={"layers.0.ffn": (0.25, 0.75), "output": (float("nan"), 1.0)}
+    )
+    assert row.to_dict()["weights"] == {"layers.0.ffn": [0.25, 0.75], "output": [None, 1.0]}
 
 
 @pytest.mark.parametrize(("load", "worst"), [([4, 4, 4, 4], 0.0), ([4, 3, 1, 0], 1.0), ([0], 0.0)])

@@ -8,6 +8,7 @@ from openk3.errors import OpenK3Error, nearest
 
 # verb -> (module with `main(argv) -> int`, one line for --help)
 VERBS: dict[str, tuple[str, str]] = {
+    "inspect": ("openk3.cli.inspect", "parameters, FLOPs and memory of a model"),
     "data": ("openk3.cli.data", "build token shards from text, verify and describe them"),
 }
 

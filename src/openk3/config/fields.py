@@ -91,7 +91,12 @@ def leaves(cls: type, prefix: str = "", base: Any = None) -> Iterator[Leaf]:
     Defaults are those of `base`, an instance, where it is given.
     """
     if cls in PRESETS:
-        yield Leaf(f"{prefix}preset", str, dataclasses.MISSING, "Named starting point to change.")
+        yield Leaf(
+            f"{prefix}preset",
+            str,
+            dataclasses.MISSING,
+            "Named starting point; other keys change it.",
+        )
     told, items = docs(cls), {f.name: f for f in dataclasses.fields(cls)}
     for name, kind in hints(cls).items():
         default = default_of(items[name]) if base is None else getattr(base, name)

@@ -16,6 +16,8 @@ from openk3.config.build import Place, Text, build, elsewhere
 from openk3.errors import ConfigError, nearest
 
 T = TypeVar("T")
+Settings = list[tuple[dict[str, Any], str]]
+"""One-key tables from flags, each with the flag it came from."""
 
 
 def load(
@@ -25,11 +27,18 @@ def load(
 
     Raises ConfigError that names the file or flag, the key, the nearest known key, or the type.
     """
-    given: list[tuple[Any, str]] = [(read(path), str(path)) for path in files]
-    overrides, rest = take_flags(cls, flags)
+    settings, rest = take_flags(cls, flags)
     if rest:
         raise ConfigError(f"{rest[0]!r} is neither a flag --section.key nor the value of one")
-    return build(cls, [*given, *overrides], Place(cls), base)
+    return resolve(cls, files, settings, base)
+
+
+def resolve(
+    cls: type[T], files: Sequence[str | Path], settings: Settings, base: T | None = None
+) -> T:
+    """`load` with flags that `take_flags` has already read."""
+    given = [(read(path), str(path)) for path in files]
+    return build(cls, [*given, *settings], Place(cls), base)
 
 
 def from_dict(cls: type[T], table: dict[str, Any], source: str = "config") -> T:
@@ -61,13 +70,14 @@ def read(path: str | Path) -> dict[str, Any]:
 
 def take_flags(
     cls: type, argv: Sequence[str], own: Collection[str] = ()
-) -> tuple[list[tuple[dict[str, Any], str]], list[str]]:
+) -> tuple[Settings, list[str]]:
     """Split a command line into settings of `cls` and everything else, order kept.
 
     `own` lists the verb's own options (`--out`), which are left alone. Values follow as
     `--train.steps 100` or `--train.steps=100`; a bare boolean flag means true.
     """
-    settings, rest, tokens = [], [], list(argv)
+    settings: Settings = []
+    rest, tokens = [], list(argv)
     while tokens:
         token = tokens.pop(0)
         name, has_value, text = token.partition("=")

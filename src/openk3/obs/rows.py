@@ -105,7 +105,7 @@ class AttnResRow(Row):
 
     kind: ClassVar[str] = "attn_res"
     weights: Mapping[str, Sequence[float]]
-    """Mean softmax weights by site; sites are `L.attn`, `L.mlp` (0-based layer L) and `out`.
+    """Mean softmax weights by site: `layers.L.attn`, `layers.L.ffn` (0-based L) and `output`.
 
     Sources stand in bank order: the embedding, finished block sums, then the running prefix sum.
     """
