@@ -1,5 +1,6 @@
 """The `k3` command. Only the chosen verb's module is imported, so `k3 --help` never loads torch."""
 
+import os
 import sys
 from importlib import import_module
 
@@ -8,6 +9,7 @@ from openk3.errors import OpenK3Error, nearest
 
 # verb -> (module with `main(argv) -> int`, one line for --help)
 VERBS: dict[str, tuple[str, str]] = {
+    "doctor": ("openk3.cli.doctor", "what this machine has and what runs on it"),
     "inspect": ("openk3.cli.inspect", "parameters, FLOPs and memory of a model"),
     "data": ("openk3.cli.data", "build token shards from text, verify and describe them"),
 }
@@ -22,7 +24,7 @@ def usage() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one verb. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    """Run one verb. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 141 no reader."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())
@@ -35,10 +37,15 @@ def main(argv: list[str] | None = None) -> int:
         print(f"k3: unknown verb {verb!r}{nearest(verb, set(VERBS))}\n\n{usage()}", file=sys.stderr)
         return 2
     try:
-        return import_module(VERBS[verb][0]).main(rest)
+        code = import_module(VERBS[verb][0]).main(rest)
+        sys.stdout.flush()
+        return code
     except OpenK3Error as error:
         print(f"k3 {verb}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"k3 {verb}: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader of our output left: `k3 inspect k3 | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
