@@ -1,0 +1,196 @@
+"""Training checkpoints: one folder a step, complete or absent, safetensors and JSON only.
+
+    FOLDER/step_00000200/state.json              schema, step, what decides the run, loop state
+    FOLDER/step_00000200/model.safetensors       float32 masters and buffers
+    FOLDER/step_00000200/optimizer.safetensors   optimizer state
+
+A folder is filled aside, synced and renamed, so a kill at any moment leaves the older ones whole.
+state.json holds size and CRC-32 of every file; a folder that does not match them is passed over.
+"""
+
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from openk3._io import atomic_dir, fsync_dir, require_disk
+from openk3.errors import CheckpointError, StorageError
+
+SCHEMA = 1
+_NAME = re.compile(r"step_(\d{8,})")
+_ASIDE = re.compile(r"\.step_\d{8,}\.\d+\.tmp")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a folder holds, on the CPU."""
+
+    step: int
+    """Optimizer steps done."""
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    """File stem -> name -> tensor."""
+    deciding: Mapping[str, Any]
+    """Settings that must be equal to go on; flat names -> JSON values."""
+    loop: Mapping[str, Any] = field(default_factory=dict)
+    """Small JSON state: data position, counters."""
+
+
+class CheckpointFolder:
+    """The checkpoints of one run, written by one process."""
+
+    def __init__(self, path: str | Path, *, keep: int = 2) -> None:
+        """keep: newest checkpoints that `save` leaves; 0 keeps all."""
+        self.path, self.keep = Path(path), keep
+        self.passed_over: list[str] = []
+        """Why `latest` did not take newer folders, one sentence each."""
+
+    def save(self, checkpoint: Checkpoint) -> Path:
+        """Write one checkpoint, then drop those beyond `keep`.
+
+        Raises StorageError when the disk has no room; the older ones are then as they were.
+        """
+        path = self.path / f"step_{checkpoint.step:08d}"
+        self.sweep()
+        require_disk(self.path, _num_bytes(checkpoint) + (1 << 20), "a checkpoint")
+        if path.exists():  # torn, or superseded by a resume from an earlier step
+            self._drop(path)
+        with atomic_dir(path) as folder:
+            files = {}
+            for stem, tensors in checkpoint.tensors.items():
+                file = folder / f"{stem}.safetensors"
+                _write_tensors(file, tensors)
+                files[file.name] = {"bytes": file.stat().st_size, "crc32": _crc32(file)}
+            state = {
+                "schema": SCHEMA,
+                "step": checkpoint.step,
+                "deciding": dict(checkpoint.deciding),
+                "loop": dict(checkpoint.loop),
+                "files": files,
+            }
+            (folder / "state.json").write_text(json.dumps(state, indent=1) + "\n", "utf-8")
+        if self.keep:
+            for old in self._steps()[: -self.keep]:
+                self._drop(old)
+        return path
+
+    def latest(self) -> Path | None:
+        """The newest whole folder, or None; `passed_over` says what was wrong with newer ones."""
+        self.passed_over = []
+        for path in reversed(self._steps()):
+            try:
+                check(path)
+            except CheckpointError as error:
+                self.passed_over.append(str(error))
+            else:
+                return path
+        return None
+
+    def sweep(self) -> None:
+        """Remove what killed writers left aside."""
+        for path in self.path.glob(".step_*.tmp"):
+            if _ASIDE.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _steps(self) -> list[Path]:
+        if not self.path.is_dir():
+            return []
+        found = [p for p in self.path.iterdir() if _NAME.fullmatch(p.name)]
+        return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
+
+    def _drop(self, path: Path) -> None:
+        # renamed first: a kill half-way through must not leave a torn folder under a good name
+        aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        os.rename(path, aside)
+        fsync_dir(self.path)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def check(path: str | Path) -> dict[str, Any]:
+    """state.json of a whole checkpoint; CheckpointError says what is missing or corrupt."""
+    path = Path(path)
+    state = _read_state(path)
+    for name, facts in state["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{path} is incomplete: {name} is missing")
+        size = file.stat().st_size
+        if size != facts["bytes"]:
+            raise CheckpointError(f"{file} is torn: {size} bytes, not {facts['bytes']}")
+        if _crc32(file) != facts["crc32"]:
+            raise CheckpointError(f"{file} is corrupt: its CRC-32 is not the one in state.json")
+    return state
+
+
+def read(path: str | Path, *, only: tuple[str, ...] | None = None) -> Checkpoint:
+    """A checkpoint whole, or only the file stems in `only`. Raises CheckpointError."""
+    path = Path(path)
+    state = check(path)
+    stems = [name.removesuffix(".safetensors") for name in state["files"]]
+    try:
+        tensors = {
+            stem: load_file(path / f"{stem}.safetensors")
+            for stem in stems
+            if only is None or stem in only
+        }
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    return Checkpoint(state["step"], tensors, state["deciding"], state["loop"])
+
+
+def require_same(path: str | Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raise CheckpointError naming the settings in which a checkpoint differs from a run."""
+    odd = [k for k in sorted(saved.keys() | wanted.keys()) if saved.get(k) != wanted.get(k)]
+    if odd:
+        shown = "; ".join(f"{k} is {saved.get(k)!r} there, {wanted.get(k)!r} here" for k in odd[:4])
+        more = f" and {len(odd) - 4} more" if len(odd) > 4 else ""
+        raise CheckpointError(
+            f"{path} belongs to another configuration: {shown}{more}; go on with the settings it "
+            "was made with, or start a new run in another folder"
+        )
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    try:
+        state = json.loads((path / "state.json").read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is no complete checkpoint: it has no state.json") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path / 'state.json'}: {error}") from error
+    if not isinstance(state, dict) or not {"schema", "step", "files"} <= state.keys():
+        raise CheckpointError(f"{path / 'state.json'} is not a checkpoint's")
+    if state["schema"] != SCHEMA:
+        raise CheckpointError(
+            f"{path} has schema {state['schema']}; this version reads {SCHEMA}, so use the "
+            "version of openk3 that wrote it"
+        )
+    return state
+
+
+def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    flat = {name: t.detach().to("cpu").contiguous() for name, t in tensors.items()}
+    try:
+        save_file(flat, file)
+    except SafetensorError as error:  # how safetensors reports a full disk
+        raise StorageError(f"cannot write {file.name}: {error}") from error
+
+
+def _num_bytes(checkpoint: Checkpoint) -> int:
+    groups = checkpoint.tensors.values()
+    return sum(t.numel() * t.element_size() for tensors in groups for t in tensors.values())
+
+
+def _crc32(file: Path) -> int:
+    crc = 0
+    with open(file, "rb") as handle:
+        while piece := handle.read(1 << 22):
+            crc = zlib.crc32(piece, crc)
+    return crc

@@ -1,0 +1,130 @@
+"""The processes of a data-parallel run: who I am, and the few collectives the loop needs.
+
+One process needs no process group: then every collective is the identity. Under torchrun (RANK and
+WORLD_SIZE in the environment) they run over gloo on CPUs and NCCL on GPUs. Tensors are reduced in
+the order they are given, in buckets of fixed size, so equal runs add in equal order.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from openk3.errors import BackendError, ConfigError
+
+CPU = torch.device("cpu")
+BUCKET_BYTES = 32 << 20
+"""Gradients travel in flat buffers of about this size."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among `size` equal ones."""
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = CPU
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes the files."""
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum over processes, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """Elementwise maximum over processes, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor
+
+    def sum_all(self, tensors: Sequence[Tensor]) -> None:
+        """Sum each tensor over processes, in place, through flat buckets."""
+        if self.size > 1:
+            for bucket in _buckets(tensors):
+                flat = torch.cat([t.reshape(-1) for t in bucket])
+                dist.all_reduce(flat)
+                for t, piece in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+                    t.copy_(piece.view_as(t))
+
+    def copy_from_main(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrite the tensors with those of rank 0."""
+        if self.size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0)
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's `value`, a small picklable object, on every process."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def barrier(self) -> None:
+        """Wait until every process is here."""
+        if self.size > 1:
+            dist.barrier()
+
+
+@contextmanager
+def join(device: str = "auto") -> Iterator[World]:
+    """The world of this process, from torchrun's environment or alone.
+
+    device: cpu, cuda, cuda:N or auto (a GPU when torch sees one). Raises BackendError when a GPU
+    is asked for and there is none, ConfigError for a name torch does not know.
+    """
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    chosen = pick_device(device, int(os.environ.get("LOCAL_RANK", "0")))
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if size == 1:
+        yield World(device=chosen)
+        return
+    dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+    try:
+        yield World(rank, size, chosen)
+    finally:
+        dist.destroy_process_group()
+
+
+def pick_device(name: str, local_rank: int = 0) -> torch.device:
+    """`auto`, `cpu`, `cuda` or `cuda:N` as a device; `cuda` is the GPU of `local_rank`."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"run.device is {name!r}; allowed: auto, cpu, cuda, cuda:N") from error
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        index = local_rank if device.index is None else device.index
+        if index >= count:
+            raise BackendError(
+                f"device {name!r} needs GPU {index}, but torch sees {count}; use cpu or install a "
+                "CUDA build of torch"
+            )
+        return torch.device("cuda", index)
+    return device
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and (size >= BUCKET_BYTES or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.numel() * tensor.element_size()
+    if bucket:
+        yield bucket
