@@ -3,18 +3,56 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from openk3.errors import InputError
 from openk3.ops.attn_res.reference import mix_reference
 from openk3.ops.backends import Backend, BackendTable, always
+from openk3.ops.norm import rms_norm
+from openk3.ops.triton_support import triton_runs
+
+__all__ = ["BACKENDS", "mix", "mix_norm"]
+
+
+class _Reference:
+    """Plain torch; the weights come with the result."""
+
+    @staticmethod
+    def mix(sources, query, norm_weight, eps, return_weights):
+        return mix_reference(sources, query, norm_weight, eps)
+
+    @staticmethod
+    def mix_norm(sources, query, norm_weight, eps, out_weight, out_eps):
+        mixed, _ = mix_reference(sources, query, norm_weight, eps)
+        return rms_norm(mixed, out_weight, out_eps, backend="reference")
 
 
 def _reference() -> Any:
-    return mix_reference
+    return _Reference
 
 
-BACKENDS = BackendTable("attn_res", [Backend("reference", "nothing", always, _reference)])
+def _triton() -> Any:
+    from openk3.ops.attn_res import triton_mix
+
+    return triton_mix
+
+
+def _triton_usable(
+    *, device: torch.device, dtype: torch.dtype, dim: int, **_: Any
+) -> tuple[bool, str]:
+    if dtype == torch.float64 or dim % 64:
+        return False, f"the kernel takes 16- or 32-bit floats of width 64 n, not {dtype} of {dim}"
+    return triton_runs(device)
+
+
+BACKENDS = BackendTable(
+    "attn_res",
+    [
+        Backend("triton", "an NVIDIA GPU and the triton package", _triton_usable, _triton),
+        Backend("reference", "nothing", always, _reference),
+    ],
+)
 
 
 def mix(
@@ -29,18 +67,47 @@ def mix(
     """h = sum_i softmax_i(query . RMSNorm(v_i)) v_i over the sources (eq. 8-10).
 
     sources: 1 to 16 tensors [..., d] of one shape and dtype; query [d] or [1, d]; norm_weight [d].
-    Returns h [..., d] and, if asked, the weights [..., sources] float32. Raises InputError.
+    Returns h [..., d] and, if asked, the weights [..., sources] float32 (differentiable only with
+    the reference backend). Raises InputError, BackendError.
     """
+    chosen = _choose(sources, query, norm_weight, backend)
+    mixed, weights = chosen.mix(sources, query, norm_weight, eps, return_weights)
+    return (mixed, weights) if return_weights else mixed
+
+
+def mix_norm(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    out_weight: Tensor,
+    out_eps: float,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """rms_norm(mix(...), out_weight, out_eps): what a sublayer reads, with no pass in between.
+
+    Arguments as of `mix`; out_weight [d]. Returns [..., d]. Raises InputError, BackendError.
+    """
+    if out_weight.shape != sources[0].shape[-1:]:
+        raise InputError(f"out_weight {list(out_weight.shape)} must be [{sources[0].shape[-1]}]")
+    chosen = _choose(sources, query, norm_weight, backend)
+    return chosen.mix_norm(sources, query, norm_weight, eps, out_weight, out_eps)
+
+
+def _choose(
+    sources: Sequence[Tensor], query: Tensor, norm_weight: Tensor, backend: str | None
+) -> Any:
     if not 1 <= len(sources) <= 16:
         raise InputError(f"mix takes 1 to 16 sources, not {len(sources)}")
-    dim = sources[0].shape[-1]
-    if any(v.shape != sources[0].shape or v.dtype != sources[0].dtype for v in sources):
+    first = sources[0]
+    dim = first.shape[-1]
+    if any(v.shape != first.shape or v.dtype != first.dtype for v in sources):
         raise InputError("mix: all sources must have one shape and dtype")
     if query.numel() != dim or norm_weight.shape != (dim,):
         raise InputError(
             f"mix: query {list(query.shape)} and norm_weight {list(norm_weight.shape)} must have "
             f"the sources' width {dim}"
         )
-    chosen = BACKENDS.resolve(backend, device=sources[0].device, dtype=sources[0].dtype, dim=dim)
-    mixed, weights = chosen.load()(sources, query, norm_weight, eps)
-    return (mixed, weights) if return_weights else mixed
+    chosen = BACKENDS.resolve(backend, device=first.device, dtype=first.dtype, dim=dim)
+    return chosen.load()

@@ -1,10 +1,10 @@
-"""RMSNorm in both cast orders, and the L2 norm of KDA's queries and keys."""
+"""Norms in plain torch."""
 
 import torch
 from torch import Tensor
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The text model's RMSNorm: normalise in float32, cast back, then multiply by `weight`.
 
     x [..., d] any float dtype, weight [d]; returns x's shape and dtype.

@@ -1,0 +1,48 @@
+"""RMSNorm in both cast orders, and the L2 norm of KDA's queries and keys."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openk3.ops.backends import Backend, BackendTable, always
+from openk3.ops.norm.reference import l2_norm, rms_norm_reference, rms_norm_wide
+from openk3.ops.triton_support import triton_runs
+
+__all__ = ["BACKENDS", "l2_norm", "rms_norm", "rms_norm_wide"]
+
+
+def _reference() -> Any:
+    return rms_norm_reference
+
+
+def _triton() -> Any:
+    from openk3.ops.norm.triton_norm import rms_norm_triton
+
+    return rms_norm_triton
+
+
+def _triton_usable(
+    *, device: torch.device, dtype: torch.dtype, dim: int, **_: Any
+) -> tuple[bool, str]:
+    if dtype == torch.float64 or dim % 64:
+        return False, f"the kernel takes 16- or 32-bit floats of width 64 n, not {dtype} of {dim}"
+    return triton_runs(device)
+
+
+BACKENDS = BackendTable(
+    "norm",
+    [
+        Backend("triton", "an NVIDIA GPU and the triton package", _triton_usable, _triton),
+        Backend("reference", "nothing", always, _reference),
+    ],
+)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: str | None = None) -> Tensor:
+    """The text model's RMSNorm: normalise in float32, cast back, then multiply by `weight`.
+
+    x [..., d] any float dtype, weight [d]; returns x's shape and dtype. Raises BackendError.
+    """
+    chosen = BACKENDS.resolve(backend, device=x.device, dtype=x.dtype, dim=x.shape[-1])
+    return chosen.load()(x, weight, eps)

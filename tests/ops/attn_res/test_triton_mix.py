@@ -1,0 +1,140 @@
+"""The AttnRes kernels in Triton's interpreter: output and every gradient against float64.
+
+Half precision is float16 here: the interpreter truncates bfloat16; tests/gpu has that.
+"""
+
+import pytest
+import torch
+
+from kernel_checks import gradients, relative_error
+from openk3.errors import BackendError, InputError
+from openk3.ops.attn_res import mix, mix_norm
+from openk3.ops.attn_res.reference import mix_reference
+from openk3.ops.norm.reference import rms_norm_reference
+
+triton_mix = pytest.importorskip("openk3.ops.attn_res.triton_mix", exc_type=ImportError)
+EPS = 1e-5
+
+
+def draw(num_sources, tokens, dim, dtype, seed=0, score=3.0):
+    """query, norm weight, sources of unlike sizes; scores of about `score`."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=rng, dtype=torch.float64)
+
+    sources = [normal(tokens, dim) * (0.5 + i) for i in range(num_sources)]
+    query = normal(dim) * score / dim**0.5
+    return [x.to(dtype) for x in (query, 1 + 0.1 * normal(dim), *sources)], normal(tokens, dim)
+
+
+def run_kernel(query, norm_weight, *sources):
+    return triton_mix.mix(sources, query, norm_weight, EPS)[0]
+
+
+def run_exact(query, norm_weight, *sources):
+    return mix_reference(sources, query, norm_weight, EPS)[0]
+
+
+@pytest.mark.parametrize(
+    ("num_sources", "tokens", "dim"), [(1, 1, 64), (2, 5, 64), (3, 1, 448), (9, 3, 64)]
+)
+def test_output_and_gradients(num_sources, tokens, dim):
+    inputs, d_out = draw(num_sources, tokens, dim, torch.float32)
+    got = gradients(run_kernel, inputs, d_out)
+    wanted = gradients(run_exact, [x.double() for x in inputs], d_out)
+    assert [relative_error(a, b) < 3e-6 for a, b in zip(got, wanted, strict=True)] == [True] * len(
+        got
+    )
+
+
+@pytest.mark.parametrize(("group", "ahead", "resident"), [(1, 0, 0), (2, 1, 2), (3, 3, 4)])
+def test_every_schedule_computes_the_same(group, ahead, resident):
+    inputs, d_out = draw(4, 3, 192, torch.float32, seed=1)
+    query, weight, *sources = inputs
+    exact = gradients(run_exact, [x.double() for x in inputs], d_out)
+    forward = triton_mix.Launch(1, 4, 1, group, ahead)
+    out, _, stats = triton_mix.launch_forward(
+        sources, query, weight, EPS, keep=True, config=forward
+    )
+    d_sources, d_query, d_weight = triton_mix.launch_backward(
+        sources, query, weight, d_out.float(), stats, triton_mix.Launch(1, 4, 1, resident)
+    )
+    for got, wanted in zip((out, d_query, d_weight, *d_sources), exact, strict=True):
+        assert relative_error(got, wanted) < 3e-6
+
+
+@pytest.mark.parametrize("score", [0.0, 50.0])
+def test_half_precision_gradients_stay_at_rounding_error(score):
+    """Equal scores (a zero query, as at the start of training) and nearly one-hot weights."""
+    inputs, d_out = draw(4, 3, 192, torch.float16, seed=2, score=score)
+    d_out = d_out.half().double()
+    got = gradients(run_kernel, inputs, d_out)
+    wanted = gradients(run_exact, [x.double() for x in inputs], d_out)
+    for a, b in zip(got, wanted, strict=True):
+        assert relative_error(a, b) < 5e-4 or float(b.norm()) < 1e-9
+
+
+def test_the_query_gradient_survives_cancellation():
+    """Sources that differ by 1 %: both its sums cancel to 1 %, float32's 1e-7 becomes 1e-3.
+
+    A delta taken from the rounded output would start from 5e-4 and end near 1.
+    """
+    inputs, d_out = draw(3, 4, 192, torch.float16, seed=3)
+    base = inputs[2].float()
+    noise = torch.Generator().manual_seed(4)
+    close = [
+        (base * (1 + 0.01 * torch.randn(base.shape, generator=noise))).half() for _ in range(3)
+    ]
+    inputs, d_out = [*[x.float() for x in inputs[:2]], *close], d_out.half().double()
+    got = gradients(run_kernel, inputs, d_out)
+    wanted = gradients(run_exact, [x.double() for x in inputs], d_out)
+    assert relative_error(got[1], wanted[1]) < 5e-3
+
+
+def test_fused_norm_matches_the_two_steps():
+    inputs, d_out = draw(2, 3, 192, torch.float32, seed=5)
+    out_weight = torch.randn(192, generator=torch.Generator().manual_seed(6))
+
+    def fused(query, weight, out_weight, *sources):
+        return triton_mix.mix_norm(sources, query, weight, EPS, out_weight, 1e-5)
+
+    def steps(query, weight, out_weight, *sources):
+        mixed, _ = mix_reference(sources, query, weight, EPS)
+        return rms_norm_reference(mixed, out_weight, 1e-5)
+
+    inputs = [*inputs[:2], out_weight, *inputs[2:]]
+    got = gradients(fused, inputs, d_out)
+    wanted = gradients(steps, [x.double() for x in inputs], d_out)
+    for a, b in zip(got, wanted, strict=True):
+        assert relative_error(a, b) < 3e-6
+    with torch.no_grad():
+        assert torch.equal(fused(*inputs), got[0])
+
+
+def test_weights_and_batch_shape():
+    (query, weight, *sources), _ = draw(3, 6, 64, torch.float32, seed=7)
+    shaped = [v.view(2, 3, 64) for v in sources]
+    mixed, weights = triton_mix.mix(shaped, query[None], weight, EPS, return_weights=True)
+    exact, exact_weights = mix_reference([v.double() for v in shaped], query, weight, EPS)
+    assert relative_error(mixed, exact) < 1e-6
+    torch.testing.assert_close(weights.double(), exact_weights, atol=1e-6, rtol=1e-6)
+
+
+def test_no_tokens():
+    inputs, d_out = draw(2, 0, 64, torch.float32)
+    out, d_query, d_weight, *d_sources = gradients(run_kernel, inputs, d_out)
+    assert out.shape == (0, 64)
+    assert not d_query.any()
+    assert not d_weight.any()
+    assert all(d.shape == (0, 64) for d in d_sources)
+
+
+def test_what_cannot_run_is_refused():
+    (query, weight, *sources), _ = draw(2, 1, 64, torch.float32)
+    with pytest.raises(BackendError, match="CUDA device"):
+        mix(sources, query, weight, backend="triton")
+    with pytest.raises(InputError, match="width 64"):
+        mix(sources, query[:32], weight)
+    with pytest.raises(InputError, match="out_weight"):
+        mix_norm(sources, query, weight, EPS, weight[:32], EPS)
