@@ -52,15 +52,23 @@ def unpack(packed: Tensor) -> Tensor:
 
 
 @cache
-def _pair_table(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """For each byte its two values in `dtype`, held as one integer so that a lookup moves both."""
-    codes = unpack(torch.arange(256, dtype=torch.uint8).view(256, 1))
-    pairs = torch.tensor(VALUES, dtype=dtype)[codes.long()]
+def _product_table(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Entry [scale << 8 | byte]: the byte's two values times the scale, rounded to `dtype` once.
+
+    Held as one integer each, so that a lookup moves both; a table needs no arithmetic on values, so
+    flushing of subnormals cannot touch it.
+    """
+    codes = unpack(torch.arange(256, dtype=torch.uint8).view(256, 1)).long()
+    scales = torch.exp2(torch.arange(256, dtype=torch.float64) - 127)
+    scales[255] = torch.nan
+    pairs = torch.tensor(VALUES, dtype=torch.float64)[codes] * scales[:, None, None]
     as_int = torch.int64 if dtype == torch.float32 else torch.int32
-    return pairs.view(as_int).view(256).to(device)
+    return pairs.to(dtype).view(as_int).view(-1).to(device)
 
 
-def decode_into(packed: Tensor, out: Tensor) -> None:
-    """Element values of flat bytes [n / 2] into flat `out` [n] (float32 or bfloat16)."""
-    table = _pair_table(out.dtype, out.device)
-    torch.index_select(table, 0, packed.to(torch.int32), out=out.view(table.dtype))
+def decode_into(packed_NB: Tensor, scale_N: Tensor, out_NB: Tensor) -> None:
+    """Values of blocks of bytes [N, 16] with scales [N] into `out` [N, 32] (contiguous)."""
+    table = _product_table(out_NB.dtype, out_NB.device)
+    index_NB = packed_NB.to(torch.int32)
+    index_NB += (scale_N.to(torch.int32) << 8)[:, None]
+    torch.index_select(table, 0, index_NB.view(-1), out=out_NB.view(-1).view(table.dtype))

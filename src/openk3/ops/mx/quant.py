@@ -96,29 +96,26 @@ def dequantize(
     """
     fmt = find_format(format)
     shape = _check_pair(data, scale, fmt)
+    dtype = dtype if out is None else out.dtype
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise InputError(f"dtype is {dtype}; expected float32, bfloat16 or float16")
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=data.device)
     elif out.shape != torch.Size(shape) or not out.is_contiguous():
         raise InputError(f"out is {list(out.shape)}; expected contiguous {shape}")
     out_NB = out.view(-1, BLOCK)
-    data_N = data.contiguous().view(-1, BLOCK // 2 if fmt.name == "mxfp4" else BLOCK)
+    data_NB = data.contiguous().view(-1, BLOCK // 2 if fmt.name == "mxfp4" else BLOCK)
     scale_N = scale.contiguous().view(-1)
     for part in _pieces(out_NB):
-        _dequantize_blocks(data_N[part], scale_N[part], out_NB[part], fmt)
+        _dequantize_blocks(data_NB[part], scale_N[part], out_NB[part], fmt)
     return out
 
 
-def _dequantize_blocks(data_N: Tensor, code_N: Tensor, out_NB: Tensor, fmt: Format) -> None:
-    scale_N = scale_values(code_N)[:, None]
+def _dequantize_blocks(data_NB: Tensor, code_N: Tensor, out_NB: Tensor, fmt: Format) -> None:
     if fmt.name == "mxfp8":
-        out_NB.copy_(data_N.float().mul_(scale_N))
-    elif out_NB.dtype in (torch.float32, torch.bfloat16):
-        e2m1.decode_into(data_N.reshape(-1), out_NB.view(-1))
-        out_NB.mul_(scale_N.to(out_NB.dtype))
+        out_NB.copy_(data_NB.float().mul_(scale_values(code_N)[:, None]))
     else:
-        wide_NB = torch.empty_like(out_NB, dtype=torch.float32)
-        e2m1.decode_into(data_N.reshape(-1), wide_NB.view(-1))
-        out_NB.copy_(wide_NB.mul_(scale_N))
+        e2m1.decode_into(data_NB, code_N, out_NB)
 
 
 class _FakeQuantize(torch.autograd.Function):

@@ -1,0 +1,118 @@
+"""Reads a safetensors header and believes nothing in it before it is checked. No tensor is touched.
+
+A file is: 8 bytes little-endian header length, JSON {name: {dtype, shape, data_offsets}}, data.
+"""
+
+import json
+import os
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from openk3.errors import CheckpointError
+
+ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "BF16": 2, "F16": 2,
+    "U16": 2, "I16": 2, "F32": 4, "U32": 4, "I32": 4, "F64": 8, "U64": 8, "I64": 8,
+}  # fmt: skip
+_MAX_HEADER = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of one file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    path: Path
+    offset: int
+    """Bytes from the start of the file."""
+    num_bytes: int
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """All tensors of a safetensors file, in file order.
+
+    Raises CheckpointError, naming the file and the tensor, for a file that is missing, truncated or
+    longer than its header says, or whose header overlaps, leaves holes, repeats a name or lies.
+    """
+    try:
+        with open(path, "rb") as handle:
+            size = os.fstat(handle.fileno()).st_size
+            start = handle.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
+            if not 2 <= length <= min(_MAX_HEADER, size - 8):
+                raise CheckpointError(
+                    f"{path}: not a safetensors file, or cut short ({size} bytes; its header would "
+                    f"need {length} bytes)"
+                )
+            text = handle.read(length)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+    table = _parse(path, text)
+    data_start = 8 + length
+    entries = [
+        _entry(path, name, value, data_start)
+        for name, value in table.items()
+        if name != "__metadata__"
+    ]
+    entries.sort(key=lambda entry: (entry.offset, entry.num_bytes))
+    end = data_start
+    for entry in entries:
+        if entry.offset != end:
+            raise CheckpointError(
+                f"{path}: tensor {entry.name!r} starts at byte {entry.offset}, expected {end} "
+                "(tensors must neither overlap nor leave holes)"
+            )
+        end += entry.num_bytes
+    if end != size:
+        raise CheckpointError(
+            f"{path}: has {size} bytes but its header describes {end}; the file is "
+            f"{'cut short' if size < end else 'longer than it should be'}; fetch it again"
+        )
+    return {entry.name: entry for entry in entries}
+
+
+def _parse(path: Path, text: bytes) -> dict[str, Any]:
+    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) != len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise CheckpointError(f"{path}: the header lists {twice!r} twice")
+        return table
+
+    try:
+        table = json.loads(text, object_pairs_hook=no_duplicates)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: the header is not JSON ({error})") from error
+    if not isinstance(table, dict):
+        raise CheckpointError(f"{path}: the header is not a JSON object")
+    return table
+
+
+def _entry(path: Path, name: str, value: Any, data_start: int) -> Entry:
+    where = f"{path}: tensor {name!r}"
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(f"{where}: expected exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if dtype not in ITEM_BYTES:
+        raise CheckpointError(f"{where}: dtype {dtype!r} is not known here")
+    if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
+        raise CheckpointError(f"{where}: shape {shape!r} or data_offsets {offsets!r} is malformed")
+    num_bytes = offsets[1] - offsets[0]
+    if num_bytes != prod(shape) * ITEM_BYTES[dtype]:
+        raise CheckpointError(
+            f"{where}: {dtype} {shape} needs {prod(shape) * ITEM_BYTES[dtype]} bytes, "
+            f"data_offsets give {num_bytes}"
+        )
+    return Entry(name, dtype, tuple(shape), path, data_start + offsets[0], num_bytes)
+
+
+def _naturals(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
