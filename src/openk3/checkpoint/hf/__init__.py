@@ -1,0 +1,1 @@
+"""The published layout: names, headers, folders, loading, saving."""

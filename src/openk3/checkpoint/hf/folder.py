@@ -5,7 +5,7 @@ config.json, one model.safetensors or an index with shards, and files that trave
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ class Stack:
     parameter: Parameter
     packed: bool
     """MXFP4: `pieces` has weight_packed and weight_scale instead of weight."""
-    pieces: dict[str, tuple[Entry, ...]]
+    pieces: dict[str, Sequence[Entry]]
     """Part to its tensors: one, or one per expert."""
 
     @property
@@ -105,7 +105,9 @@ def survey(path: str | Path) -> Survey:
     raw = _read_json(path / "config.json")
     foreign = foreign_config(raw)
     if foreign:
-        raise CheckpointError(f"{path}: {foreign}; this project reads Kimi K3 in MXFP4, BF16 or F32")
+        raise CheckpointError(
+            f"{path}: {foreign}; this project reads Kimi K3 in MXFP4, BF16 or F32"
+        )
     try:
         config = ModelConfig.from_hf(raw)
     except ConfigError as error:
@@ -114,7 +116,9 @@ def survey(path: str | Path) -> Survey:
     entries = _read_entries(path, wrong)
     foreign = foreign_tensors(entries, {name: entry.dtype for name, entry in entries.items()})
     if foreign:
-        raise CheckpointError(f"{path}: {foreign}; this project reads Kimi K3 in MXFP4, BF16 or F32")
+        raise CheckpointError(
+            f"{path}: {foreign}; this project reads Kimi K3 in MXFP4, BF16 or F32"
+        )
     found = Survey(path, config, raw, entries, wrong=wrong)
     _compare(found)
     return found
@@ -137,8 +141,10 @@ def _compare(found: Survey) -> None:
         hint = nearest(slot.parameter, known) if number < _SHOWN else ""
         found.unknown.append(f"{entry.name}{hint} in {entry.path.name}")
     declared = found.config.quantization is not None
-    if found.stacks and declared != found.packed_experts and found.config.first_k_dense_replace < (
-        found.config.num_hidden_layers
+    if (
+        found.stacks
+        and declared != found.packed_experts
+        and found.config.first_k_dense_replace < (found.config.num_hidden_layers)
     ):
         found.wrong.append(
             f"config.json {'has a' if declared else 'has no'} quantization_config but the experts "
@@ -149,7 +155,8 @@ def _compare(found: Survey) -> None:
 def _collect(parameter: Parameter, slots: dict[Slot, Entry], found: Survey) -> Stack | None:
     """Take the slots of one parameter out of `slots`; None when a tensor is missing or wrong."""
     form = _form(parameter, slots)
-    complete, pieces = True, {}
+    complete = True
+    pieces: dict[str, Sequence[Entry]] = {}
     for part, experts, shape, dtypes in _expected(parameter, *form):
         taken = []
         for expert in experts:
@@ -162,7 +169,7 @@ def _collect(parameter: Parameter, slots: dict[Slot, Entry], found: Survey) -> S
                 complete = False
             else:
                 taken.append(entry)
-        pieces[part] = tuple(taken)
+        pieces[part] = taken
     return Stack(parameter, form[1], pieces) if complete else None
 
 

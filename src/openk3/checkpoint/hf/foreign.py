@@ -23,7 +23,8 @@ _TENSOR_ENDINGS = {
 
 def foreign_config(raw: dict[str, Any]) -> str | None:
     """What a `config.json` describes if it is not Kimi K3 in MXFP4, BF16 or F32; else None."""
-    text = raw.get("text_config") if isinstance(raw.get("text_config"), dict) else raw
+    nested = raw.get("text_config")
+    text: dict[str, Any] = nested if isinstance(nested, dict) else raw
     model_type = raw.get("model_type")
     if model_type in _MODEL_TYPES:
         return f"the model is {_MODEL_TYPES[model_type]} (model_type {model_type!r})"

@@ -40,11 +40,11 @@ class Tensor(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """BF16, F32 or U8."""
+    """BF16, F16, F32 or U8."""
 
     @property
     def num_bytes(self) -> int:
-        return prod(self.shape) * {"BF16": 2, "F32": 4, "U8": 1}[self.dtype]
+        return prod(self.shape) * {"BF16": 2, "F16": 2, "F32": 4, "U8": 1}[self.dtype]
 
 
 class Slot(NamedTuple):

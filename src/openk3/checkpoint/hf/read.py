@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 
@@ -72,7 +73,7 @@ class FileReader:
         changes private pages, never the file.
         """
         first, size = entries[0], ITEM_BYTES[entries[0].dtype]
-        steps = {b.offset - a.offset for a, b in zip(entries, entries[1:], strict=False)}
+        steps = {b.offset - a.offset for a, b in pairwise(entries)}
         if not self.mapped or len(steps) > 1 or any(e.path != first.path for e in entries):
             return None
         step = steps.pop() if steps else 0
@@ -117,7 +118,7 @@ class FileReader:
 
     def read_bytes(self, entry: Entry, offset: int, into: Tensor) -> None:
         """Fill uint8 `into` from byte `offset` of the file. Raises CheckpointError if cut short."""
-        view, done = memoryview(into.numpy()), 0
+        view, done = into.numpy().data, 0
         while done < len(view):
             try:
                 count = os.preadv(self._file(entry.path), [view[done:]], offset + done)

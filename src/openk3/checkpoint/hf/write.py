@@ -12,7 +12,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,8 +23,16 @@ from openk3.checkpoint.hf.layout import Tensor
 from openk3.checkpoint.hf.read import NAMES, run_jobs
 from openk3.errors import CheckpointError, InputError
 
-Job = Callable[[], Iterable[tuple[str, torch.Tensor]]]
-"""Produces some named tensors, as they are to be stored."""
+
+class Produced(NamedTuple):
+    """A tensor as it is to be stored, or row `index` of one."""
+
+    name: str
+    value: torch.Tensor
+    index: int | None = None
+
+
+Job = Callable[[], Iterable[Produced]]
 
 COMPANIONS = (
     "generation_config.json",
@@ -50,12 +58,13 @@ def write_folder(
     companions: Path | None,
     max_shard_bytes: float,
     progress: Callable[[int], None] | None = None,
-    extra: dict[str, Any] | None = None,
+    extra: Callable[[dict[str, str]], dict[str, Any]],
 ) -> None:
     """Create the folder `path` (absent or empty before).
 
     A group starts a new shard. `companions` is a folder whose tokenizer and generation files are
-    copied along; `extra` maps file names to JSON values. Raises InputError for a folder in use,
+    copied along; `extra` maps names of files to be written unless they come with it to JSON
+    values, made with the index at hand. Raises InputError for a folder in use,
     StorageError when the disk is full, and what a job raises; nothing is left behind.
     """
     path = Path(path)
@@ -72,8 +81,9 @@ def write_folder(
         _json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": writer.weight_map})
         _json(folder / "config.json", config)
         _copy_companions(companions, folder)
-        for name, value in (extra or {}).items():
-            _json(folder / name, value)
+        for name, value in extra(writer.weight_map).items():
+            if not (folder / name).exists():
+                _json(folder / name, value)
 
 
 def check_target(path: Path, max_shard_bytes: float = 1) -> None:
@@ -105,6 +115,7 @@ class ShardWriter:
     def __init__(self, folder: Path, shards: list[list[Tensor]]) -> None:
         self.weight_map: dict[str, str] = {}
         self._places: dict[str, tuple[int, int, Tensor]] = {}
+        self._left: dict[str, int] = {}
         self._files: list[int] = []
         self._lock = threading.Lock()
         for number, tensors in enumerate(shards, 1):
@@ -134,29 +145,32 @@ class ShardWriter:
                 raise InputError(f"tensor {tensor.name!r} is planned twice")
             offset = 8 + len(text) + header[tensor.name]["data_offsets"][0]
             self._places[tensor.name] = (handle, offset, tensor)
+            self._left[tensor.name] = tensor.num_bytes
             self.weight_map[tensor.name] = path.name
 
-    def store(self, produced: Iterable[tuple[str, torch.Tensor]]) -> int:
+    def store(self, produced: Iterable[Produced]) -> int:
         """Write tensors to their places; returns the bytes written."""
         total = 0
-        for name, value in produced:
-            with self._lock:
-                handle, offset, planned = self._places.pop(name)
-            if NAMES.get(value.dtype) != planned.dtype or tuple(value.shape) != planned.shape:
+        for name, value, index in produced:
+            handle, offset, planned = self._places[name]
+            shape = planned.shape if index is None else planned.shape[1:]
+            if NAMES.get(value.dtype) != planned.dtype or tuple(value.shape) != shape:
                 raise CheckpointError(
                     f"{name} came out as {value.dtype} {list(value.shape)}, planned as "
-                    f"{planned.dtype} {list(planned.shape)}"
+                    f"{planned.dtype} {list(shape)}"
                 )
             data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-            _write_all(handle, memoryview(data), offset)
-            total += planned.num_bytes
+            _write_all(handle, data.data, offset + (index or 0) * data.nbytes)
+            total += data.nbytes
+            with self._lock:
+                self._left[name] -= data.nbytes
         return total
 
     def check_complete(self) -> None:
-        """Every planned tensor must have been written."""
-        if self._places:
-            raise CheckpointError(f"{len(self._places)} tensors were not written: "
-                                  f"{', '.join(sorted(self._places)[:5])}")  # fmt: skip
+        """Every planned byte must have been written once."""
+        odd = [name for name, left in self._left.items() if left]
+        if odd:
+            raise CheckpointError(f"{len(odd)} tensors were not written whole: {odd[:5]}")
 
     def __enter__(self) -> "ShardWriter":
         return self
