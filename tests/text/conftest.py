@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from conftest import GOLDEN_SHARED
 from openk3.text import tokenizer, train_tokenizer
 
-REAL_RANKS = Path(__file__).resolve().parents[3] / "shared" / "data" / "kimi_tiktoken.model"
+REAL_RANKS = GOLDEN_SHARED / "data" / "kimi_tiktoken.model"
 
 HARD_TEXTS = [
     "",
@@ -39,10 +40,15 @@ def small(corpus):
 
 
 @pytest.fixture(scope="session")
-def real():
+def real_ranks():
     if not REAL_RANKS.exists():
         pytest.skip(f"the published rank file is not at {REAL_RANKS}")
-    return tokenizer.load(REAL_RANKS)
+    return REAL_RANKS
+
+
+@pytest.fixture(scope="session")
+def real(real_ranks):
+    return tokenizer.load(real_ranks)
 
 
 @pytest.fixture(scope="session")

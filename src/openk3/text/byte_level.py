@@ -25,14 +25,27 @@ def vocab_bytes(
     vocab: Mapping[str, int], special_names: Container[str], source: str
 ) -> list[bytes | None]:
     """The bytes of each id, None for holes. Raises DataError for an entry that is not bytes."""
-    byte_of = {ord(char): byte for byte, char in enumerate(byte_alphabet())}
+    to_latin1 = _ByteOf({ord(char): byte for byte, char in enumerate(byte_alphabet())})
     table: list[bytes | None] = [None] * (1 + max(vocab.values(), default=-1))
     for name, token_id in vocab.items():
-        ordinary = name not in special_names
-        if token_id < 0 or (ordinary and not all(ord(char) in byte_of for char in name)):
-            raise DataError(f"{source}: {name!r} with id {token_id} is not a byte-level token")
-        table[token_id] = bytes(byte_of[ord(c)] for c in name) if ordinary else name.encode()
+        try:
+            if token_id < 0:
+                raise ValueError("negative id")
+            is_special = name in special_names
+            written = name.encode() if is_special else name.translate(to_latin1).encode("latin-1")
+        except ValueError:
+            raise DataError(
+                f"{source}: {name!r} with id {token_id} is not a byte-level token"
+            ) from None
+        table[token_id] = written
     return table
+
+
+class _ByteOf(dict[int, int]):
+    """Code point to byte; what stands for no byte becomes U+0100, which Latin-1 refuses."""
+
+    def __missing__(self, _: int) -> int:
+        return 0x100
 
 
 def set_byte_level(engine: Engine, pattern: str) -> None:

@@ -54,7 +54,9 @@ def _split_runs(text: str) -> Iterator[str]:
 def _may_have_long_run(text: str) -> bool:
     # A run longer than the limit fills at least one aligned window of half the limit, and looking
     # at whole windows is many times faster than looking for runs.
-    for start in range(0, len(text) - MAX_RUN_CHARS, _WINDOW):
+    if len(text) <= MAX_RUN_CHARS:
+        return False
+    for start in range(0, len(text) - _WINDOW + 1, _WINDOW):
         window = text[start : start + _WINDOW]
         if window.isspace() or window.split(None, 1)[0] == window:
             return True

@@ -62,7 +62,7 @@ def _match(run: Sequence[tuple[int, Message]], calls: Sequence[Call]) -> list[in
         candidates = places.get(message.get("tool_call_id") or "")
         if not candidates:
             return None
-        # Clients that re-use an id mean its calls in turn.
+        # Clients that repeat an id mean its calls in turn.
         matched.append(candidates.pop(0) if len(candidates) > 1 else candidates[0])
     return matched
 
