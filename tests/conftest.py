@@ -1,5 +1,6 @@
 """Shared fixtures. Tests are sorted by what they need: unit, dist, gpu, golden, e2e."""
 
+import json
 import os
 from pathlib import Path
 
@@ -27,3 +28,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(no_gpu)
+
+
+@pytest.fixture(scope="session")
+def golden():
+    """golden(name) -> (description, tensors) of a golden file; skips where it is not to be had."""
+    from safetensors.torch import load_file
+
+    def find(name: str):
+        for folder in (GOLDEN_LOCAL, GOLDEN_SHARED / "golden"):
+            if (folder / f"{name}.json").exists():
+                description = json.loads((folder / f"{name}.json").read_text())
+                tensors = folder / f"{name}.safetensors"
+                return description, load_file(tensors) if tensors.exists() else {}
+        pytest.skip(f"golden file {name} needs a folder shared/golden beside the checkout")
+
+    return find

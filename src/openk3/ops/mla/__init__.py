@@ -102,8 +102,9 @@ def _absorbed(q, latent, k_rope, kv_b, scale, want_peak) -> tuple[Tensor, Any]:
     up = kv_b.view(heads, -1, kv_b.shape[1])
     k_up, v_up = up[:, :nope], up[:, nope:]
     q_latent = torch.einsum("bthn,hnr->bthr", q[..., :nope], k_up)
-    scores = torch.einsum("bthr,bsr->bhts", q_latent.float(), latent.float())
-    scores = scores + torch.einsum("bthd,bsd->bhts", q[..., nope:].float(), k_rope.float())
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    scores = torch.einsum("bthr,bsr->bhts", q_latent.to(wide), latent.to(wide))
+    scores = scores + torch.einsum("bthd,bsd->bhts", q[..., nope:].to(wide), k_rope.to(wide))
     scores = scores * scale
     mask = _causal_mask(q.shape[1], latent.shape[1], q.device)
     if mask is not None:

@@ -63,6 +63,33 @@ def _grouped_mm_takes(x: Tensor, weight: Tensor) -> bool:
     return x.dtype in wanted and x.shape[1] % step == 0 and weight.shape[1] % step == 0
 
 
+def permute(x: Tensor, perm: Permutation, top_k: int) -> Tensor:
+    """x [T, L] -> rows [R, L], each token once for each of its experts, grouped by expert."""
+    repeated = x[:, None].expand(-1, top_k, -1).reshape(x.shape[0] * top_k, -1)
+    return _Permute.apply(repeated, perm.order, perm.inverse)
+
+
+def combine(rows: Tensor, perm: Permutation, weights: Tensor) -> Tensor:
+    """rows [R, L] grouped by expert, weights [T, k] -> weighted sums [T, L], added in float32."""
+    back = _Permute.apply(rows, perm.inverse, perm.order).view(*weights.shape, -1)
+    return torch.einsum("tkl,tk->tl", back.to(weights.dtype), weights).to(rows.dtype)
+
+
+def grouped_mlp(
+    rows: Tensor,
+    offsets: Tensor,
+    w1: Tensor,
+    w3: Tensor,
+    w2: Tensor,
+    beta1: float = 4.0,
+    beta2: float | None = 25.0,
+) -> Tensor:
+    """w2(SiTU(w1 x, w3 x)) of each row's expert. rows [R, L] grouped by expert -> [R, L]."""
+    gate = grouped_linear(rows, w1, offsets)
+    up = grouped_linear(rows, w3, offsets)
+    return grouped_linear(situ_glu(gate, up, beta1, beta2), w2, offsets)
+
+
 def expert_mlp(
     x: Tensor,
     ids: Tensor,
@@ -73,17 +100,11 @@ def expert_mlp(
     beta1: float = 4.0,
     beta2: float | None = 25.0,
 ) -> Tensor:
-    """sum_j weights[t, j] * w2(SiTU(w1 x_t, w3 x_t)) over each token's experts.
+    """sum_j weights[t, j] * w2(SiTU(w1 x_t, w3 x_t)) over each token's experts (eq. 11).
 
     x [T, L]; ids, weights [T, k]; w1, w3 [E, F, L], w2 [E, L, F]. Accumulated in float32, returned
     [T, L] in x's dtype.
     """
-    tokens, top_k = ids.shape
     perm = sort_by_expert(ids, w1.shape[0])
-    repeated = x[:, None].expand(-1, top_k, -1).reshape(tokens * top_k, -1)
-    rows = _Permute.apply(repeated, perm.order, perm.inverse)
-    gate = grouped_linear(rows, w1, perm.offsets)
-    up = grouped_linear(rows, w3, perm.offsets)
-    out = grouped_linear(situ_glu(gate, up, beta1, beta2), w2, perm.offsets)
-    back = _Permute.apply(out, perm.inverse, perm.order).view(tokens, top_k, -1)
-    return torch.einsum("tkl,tk->tl", back.to(weights.dtype), weights).to(x.dtype)
+    rows = permute(x, perm, ids.shape[1])
+    return combine(grouped_mlp(rows, perm.offsets, w1, w3, w2, beta1, beta2), perm, weights)

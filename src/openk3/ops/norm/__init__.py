@@ -6,10 +6,15 @@ import torch
 from torch import Tensor
 
 from openk3.ops.backends import Backend, BackendTable, always
-from openk3.ops.norm.reference import l2_norm, rms_norm_reference, rms_norm_wide
+from openk3.ops.norm.reference import (
+    gated_head_norm,
+    l2_norm,
+    rms_norm_reference,
+    rms_norm_wide,
+)
 from openk3.ops.triton_support import triton_runs
 
-__all__ = ["BACKENDS", "l2_norm", "rms_norm", "rms_norm_wide"]
+__all__ = ["BACKENDS", "gated_head_norm", "l2_norm", "rms_norm", "rms_norm_wide"]
 
 
 def _reference() -> Any:

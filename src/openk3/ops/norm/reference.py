@@ -25,3 +25,14 @@ def rms_norm_wide(x: Tensor, weight: Tensor, eps: float | None = None) -> Tensor
 def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / sqrt(sum(x^2) + eps) over the last dim (eps inside the root, on the sum)."""
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + eps)
+
+
+def gated_head_norm(o: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
+    """RMSNorm per head times sigmoid(gate), all in float32, cast once (K3 report eq. 6).
+
+    o [..., H, V], weight [V] float32, gate [..., H, V] logits; returns o's shape in gate's dtype.
+    """
+    wide = torch.float64 if o.dtype == torch.float64 else torch.float32
+    x = o.to(wide)
+    normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.to(wide)
+    return (normed * torch.sigmoid(gate.to(wide))).to(gate.dtype)

@@ -1,0 +1,75 @@
+"""Token-by-token generation with the dense cache: simple, exact, one batch."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from openk3.errors import InputError
+from openk3.model.cache import DenseCache
+
+if TYPE_CHECKING:
+    from openk3.model.k3 import K3
+
+
+@torch.inference_mode()
+def generate(
+    model: "K3",
+    input_ids: Tensor,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop_ids: Sequence[int] | None = None,
+    on_token: Callable[[Tensor], None] | None = None,
+) -> Tensor:
+    """The prompt and its continuation [B, T + n], n <= max_new_tokens.
+
+    input_ids [B, T >= 1]. temperature 0 is greedy; top_p keeps the smallest set of tokens with that
+    probability. stop_ids None is the config's end-of-message id; a row that stopped is filled with
+    the padding id until all have. on_token receives each step's ids [B]. Raises InputError.
+    """
+    if input_ids.ndim != 2 or input_ids.shape[1] == 0:
+        raise InputError(f"generate needs a prompt [B, T >= 1], not {list(input_ids.shape)}")
+    if temperature < 0 or not 0 < top_p <= 1:
+        raise InputError(
+            f"temperature ({temperature}) must be at least 0 and top_p ({top_p}) within (0, 1]"
+        )
+    stops = torch.tensor(
+        [model.config.eos_token_id] if stop_ids is None else list(stop_ids),
+        dtype=torch.int64,
+        device=input_ids.device,
+    )
+    rng = torch.Generator(device=input_ids.device).manual_seed(seed)
+    was_training = model.training
+    model.eval()
+    cache, pieces = DenseCache(), [input_ids]
+    done = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+    ids = input_ids
+    for _ in range(max_new_tokens):
+        logits = model(ids, state=cache, logits_for="last")[:, -1].float()
+        chosen = sample(logits, temperature, top_p, rng)
+        chosen = torch.where(done, model.config.pad_token_id, chosen)
+        done |= torch.isin(chosen, stops)
+        ids = chosen[:, None]
+        pieces.append(ids)
+        if on_token is not None:
+            on_token(chosen)
+        if bool(done.all()):
+            break
+    model.train(was_training)
+    return torch.cat(pieces, 1)
+
+
+def sample(logits: Tensor, temperature: float, top_p: float, rng: torch.Generator) -> Tensor:
+    """One token per row of logits [B, vocab] float32."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    probs = (logits / temperature).softmax(-1)
+    if top_p < 1:
+        ordered, index = probs.sort(-1, descending=True)
+        outside = ordered.cumsum(-1) - ordered >= top_p
+        probs = torch.zeros_like(probs).scatter_(-1, index, ordered.masked_fill(outside, 0.0))
+    return torch.multinomial(probs, 1, generator=rng)[:, 0]

@@ -1,0 +1,142 @@
+"""Kimi K3 (arXiv 2607.24653), the whole architecture on one page.
+
+    token -> embedding -> 93 layers of [ AttnRes mix -> KDA or Gated MLA -> AttnRes mix -> MoE ]
+          -> AttnRes mix -> RMSNorm -> head
+
+Three KDA layers to one Gated MLA layer, MLA last; the first FFN is dense, the rest are Stable
+LatentMoE. No positions are encoded anywhere; the head is not tied to the embedding. Parameter names
+are the published ones, except that the experts of a layer are stacked.
+
+Legend: B batch, T tokens, d model width.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from openk3.config import ModelConfig
+from openk3.errors import InputError
+from openk3.model.block import K3Layer, attn_res
+from openk3.model.cache import DenseCache
+from openk3.model.init import init_weights
+from openk3.model.layers import RMSNorm, linear
+from openk3.model.mla import GatedMLA
+from openk3.model.moe import Router
+from openk3.model.ports import Context, LocalSequence, MixerState, Probe
+
+
+class K3(nn.Module):
+    """A Kimi K3 of any size. `seed` None leaves the weights uninitialised (to be loaded)."""
+
+    def __init__(self, config: ModelConfig, *, seed: int | None = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(K3Layer(config, i) for i in range(config.num_hidden_layers))
+        dim, eps = config.hidden_size, config.rms_norm_eps
+        self.output_attn_res_norm = RMSNorm(dim, eps)
+        self.output_attn_res_proj = linear(dim, 1)
+        self.norm = RMSNorm(dim, eps)
+        self.lm_head = linear(config.hidden_size, config.vocab_size)
+        if seed is not None:
+            init_weights(self, config.initializer_range, seed)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        state: MixerState | None = None,
+        logits_for: Literal["all", "last"] = "all",
+    ) -> Tensor:
+        """Next-token logits [B, T, vocab] of input_ids [B, T] int64 (or [B, 1, vocab] for "last").
+
+        cu_seqlens [N + 1] packs N documents in one row (B = 1). With `state` the T tokens continue
+        the sequences it remembers. Raises InputError on ids or lengths out of range.
+        """
+        h = self.hidden(input_ids, cu_seqlens=cu_seqlens, state=state)
+        return self.lm_head(h if logits_for == "all" else h[:, -1:])
+
+    def hidden(
+        self,
+        input_ids: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        state: MixerState | None = None,
+        valid: Tensor | None = None,
+        probe: Probe | None = None,
+    ) -> Tensor:
+        """[B, T, d] after the final norm; losses take it with `lm_head.weight`.
+
+        valid [B, T] bool: False marks padding, which Quantile Balancing must not count.
+        """
+        self._check(input_ids, cu_seqlens, state)
+        sequence = LocalSequence(cu_seqlens, keep_state=state is not None)
+        h = self.trunk(self.embed_tokens(input_ids), Context(sequence, state, valid, probe))
+        if isinstance(state, DenseCache):
+            state.num_tokens += input_ids.shape[1]
+        return h
+
+    def trunk(self, x: Tensor, ctx: Context) -> Tensor:
+        """Embeddings [B, T, d] -> final hidden states [B, T, d]."""
+        bank: list[Tensor] = []
+        running = x
+        for layer in self.layers:
+            bank, running = layer(bank, running, ctx)
+        norm, proj = self.output_attn_res_norm, self.output_attn_res_proj
+        return self.norm(attn_res(bank, running, norm, proj, ctx, "output"))
+
+    def _check(self, ids: Tensor, cu_seqlens: Tensor | None, state: MixerState | None) -> None:
+        if ids.ndim != 2 or ids.is_floating_point():
+            raise InputError(
+                f"input_ids must be integers [B, T], not {ids.dtype} {list(ids.shape)}"
+            )
+        limit = self.config.max_position_embeddings
+        if cu_seqlens is None:
+            past = state.num_tokens if isinstance(state, DenseCache) else 0
+            if past + ids.shape[1] > limit:
+                raise InputError(
+                    f"a sequence of {past + ids.shape[1]} tokens exceeds the model's limit of "
+                    f"{limit} (max_position_embeddings)"
+                )
+        if ids.device.type == "cpu" and ids.numel():
+            low, high = int(ids.min()), int(ids.max())
+            if low < 0 or high >= self.config.vocab_size:
+                wrong = low if low < 0 else high
+                raise InputError(
+                    f"token id {wrong} lies outside the vocabulary [0, {self.config.vocab_size})"
+                )
+
+    def routers(self) -> dict[int, Router]:
+        """The router of every MoE layer, by layer index."""
+        return {m.layer: m for m in self.modules() if isinstance(m, Router)}
+
+    def update_balancing(self, reduce: Callable[[Tensor], None] | None = None) -> None:
+        """Apply Quantile Balancing once per optimizer step (K3 report eq. 14)."""
+        for router in self.routers().values():
+            router.update_bias(reduce)
+
+    def track_max_logits(self, on: bool = True) -> None:
+        """Record every MLA head's largest attention logit in training-mode passes."""
+        for mla in self._mla_layers().values():
+            mla.track_max_logits = on
+
+    def max_logits(self, *, reset: bool = True) -> dict[int, Tensor]:
+        """Largest scaled logit of each MLA head [H] since the last reset, by layer index."""
+        peaks = {}
+        for index, mla in self._mla_layers().items():
+            peaks[index] = mla.max_logits.clone()
+            if reset:
+                mla.max_logits.fill_(-torch.inf)
+        return peaks
+
+    def _mla_layers(self) -> dict[int, GatedMLA]:
+        return {m.layer: m for m in self.modules() if isinstance(m, GatedMLA)}
+
+    def generate(self, input_ids: Tensor, **options) -> Tensor:
+        """Continue input_ids [B, T]; see `openk3.model.generate.generate`."""
+        from openk3.model.generate import generate
+
+        return generate(self, input_ids, **options)

@@ -1,0 +1,119 @@
+"""Stable LatentMoE, the layer (K3 report §2.3), and the bookkeeping of Quantile Balancing.
+
+Legend: T tokens, d model width, L latent width, E experts, F expert inner width, k experts a token.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from openk3.config import ModelConfig
+from openk3.model.layers import RMSNorm, SituMLP, linear
+from openk3.model.ports import Context, ExpertWeights, LocalDispatcher, TokenDispatcher
+from openk3.ops import moe
+from openk3.ops.moe.balance import NUM_BINS
+
+
+class Router(nn.Module):
+    """Sigmoid scores, a choice by biased score, and the counts that set the next bias.
+
+    Counts are taken in training mode, once per real token: not for padding, not in evaluation and
+    not when activation checkpointing runs a forward pass again during backward.
+    """
+
+    e_score_correction_bias: Tensor
+    margin_counts: Tensor
+    load: Tensor
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.top_k, self.scaling = config.num_experts_per_token, config.routed_scaling_factor
+        num = config.num_experts
+        self.weight = nn.Parameter(torch.empty(num, config.hidden_size))
+        self.register_buffer("e_score_correction_bias", torch.zeros(num))
+        counts = torch.zeros(num, NUM_BINS, dtype=torch.int64)
+        self.register_buffer("margin_counts", counts, persistent=False)
+        self.register_buffer("load", torch.zeros(num, dtype=torch.int64), persistent=False)
+
+    def forward(self, x: Tensor, valid: Tensor | None) -> moe.Routing:
+        bias = self.e_score_correction_bias
+        routing = moe.route(x, self.weight, bias, self.top_k, self.scaling)
+        if self.training and not _in_backward():
+            self._count(routing, valid)
+        return routing
+
+    @torch.no_grad()
+    def _count(self, routing: moe.Routing, valid: Tensor | None) -> None:
+        bias = self.e_score_correction_bias
+        self.margin_counts += moe.count_margins(routing.scores, routing.cutoff, bias, valid)
+        ids = routing.ids if valid is None else routing.ids[valid]
+        self.load += torch.bincount(ids.reshape(-1), minlength=self.load.numel())
+
+    @torch.no_grad()
+    def update_bias(self, reduce: Callable[[Tensor], None] | None = None) -> None:
+        """Set the bias for the next step and forget the counts (eq. 14, app. D).
+
+        `reduce` adds the counts [E, 1000] int64 in place over all ranks with distinct tokens.
+        """
+        if reduce is not None:
+            reduce(self.margin_counts)
+        bias = self.e_score_correction_bias
+        bias.copy_(moe.histogram_bias(self.margin_counts, bias, self.top_k))
+        self.margin_counts.zero_()
+        self.load.zero_()
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+class Experts(nn.Module):
+    """Routed experts resident as three stacked tensors."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        num, inner = config.num_experts, config.moe_intermediate_size
+        latent = config.routed_expert_hidden_size
+        self.num_experts = num
+        self.w1 = nn.Parameter(torch.empty(num, inner, latent))  # gate
+        self.w3 = nn.Parameter(torch.empty(num, inner, latent))  # up
+        self.w2 = nn.Parameter(torch.empty(num, latent, inner))  # down
+        self.betas = config.activation_situ_beta, config.activation_situ_linear_beta
+
+    def sorted_rows(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        return moe.grouped_mlp(rows, offsets, self.w1, self.w3, self.w2, *self.betas)
+
+    def routed(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return moe.expert_mlp(x, ids, weights, self.w1, self.w3, self.w2, *self.betas)
+
+
+class LatentMoE(nn.Module):
+    """x [B,T,d] -> up(RMSNorm(sum_j p_j E_j(down x))) + shared(x)   (eq. 11)."""
+
+    experts: ExpertWeights
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        dim, latent = config.hidden_size, config.routed_expert_hidden_size
+        self.gate = Router(config, layer)
+        self.routed_expert_down_proj = linear(dim, latent)
+        self.experts = Experts(config)
+        self.routed_expert_norm = RMSNorm(latent, config.rms_norm_eps)
+        self.routed_expert_up_proj = linear(latent, dim)
+        self.shared_experts = None
+        if config.num_shared_experts:
+            inner = config.num_shared_experts * config.moe_intermediate_size
+            betas = config.activation_situ_beta, config.activation_situ_linear_beta
+            self.shared_experts = SituMLP(dim, inner, *betas)
+        self.dispatcher: TokenDispatcher = LocalDispatcher()
+
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        flat = x.flatten(0, -2)
+        valid = None if ctx.valid is None else ctx.valid.flatten()
+        routing = self.gate(flat, valid)
+        latent = self.routed_expert_down_proj(flat)
+        mixed = self.dispatcher(latent, routing.ids, routing.weights, self.experts)
+        routed = self.routed_expert_up_proj(self.routed_expert_norm(mixed)).view_as(x)
+        return routed if self.shared_experts is None else routed + self.shared_experts(x)
