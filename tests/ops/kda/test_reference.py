@@ -80,7 +80,7 @@ def test_gradients(tokens):
         )
         return o, final, states
 
-    assert torch.autograd.gradcheck(run, inputs)
+    assert torch.autograd.gradcheck(run, inputs, fast_mode=tokens > 10)
 
 
 def test_packed_row_equals_separate_rows():
