@@ -20,9 +20,7 @@ def attn_res(
 ) -> Tensor:
     """softmax over [bank..., running], each [B,T,d], by the learned query in `proj` (eq. 8-10)."""
     sources = [*bank, running]
-    mixed = mix(
-        sources, proj.weight, norm.weight, norm.eps, return_weights=ctx.probe is not None
-    )
+    mixed = mix(sources, proj.weight, norm.weight, norm.eps, return_weights=ctx.probe is not None)
     if isinstance(mixed, Tensor):
         return mixed
     mixed, weights = mixed
