@@ -24,7 +24,8 @@ def attn_res(
     if isinstance(mixed, Tensor):
         return mixed
     mixed, weights = mixed
-    ctx.probe.mixed(where, weights.detach())
+    if ctx.probe is not None:
+        ctx.probe.mixed(where, weights.detach())
     return mixed
 
 
