@@ -41,5 +41,5 @@ def test_max_violation(load, worst):
 
 
 def test_kinds_are_unique():
-    assert len(rows.KINDS) == 7
+    assert len(rows.KINDS) == 8
     assert all(name == kind.kind for name, kind in rows.KINDS.items())

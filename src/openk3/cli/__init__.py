@@ -11,6 +11,7 @@ from openk3.errors import OpenK3Error, nearest
 VERBS: dict[str, tuple[str, str]] = {
     "doctor": ("openk3.cli.doctor", "what this machine has and what runs on it"),
     "inspect": ("openk3.cli.inspect", "parameters, FLOPs and memory of a model"),
+    "report": ("openk3.cli.report", "a run as one HTML page, and PNG plots"),
     "data": ("openk3.cli.data", "build token shards from text, verify and describe them"),
 }
 

@@ -87,6 +87,17 @@ class EvalRow(Row):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BaselineRow(Row):
+    """What another method reaches on the same held-out documents; a level line in the report."""
+
+    kind: ClassVar[str] = "baseline"
+    name: str
+    """Whose number it is: `5-byte n-gram`, `xz -9e`."""
+    bits_per_byte: float
+    """Bits per byte of the original text."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class BalanceRow(Row):
     """How evenly one layer used its experts since the last such row."""
 
@@ -148,7 +159,16 @@ class EventRow(Row):
 
 KINDS: dict[str, type[Row]] = {
     row.kind: row
-    for row in (StepRow, EvalRow, BalanceRow, AttnResRow, DecayRow, SampleRow, EventRow)
+    for row in (
+        StepRow,
+        EvalRow,
+        BaselineRow,
+        BalanceRow,
+        AttnResRow,
+        DecayRow,
+        SampleRow,
+        EventRow,
+    )
 }
 
 
