@@ -12,7 +12,6 @@ it is by both (`ignore_merges`).
 
 from __future__ import annotations
 
-import base64
 import binascii
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +29,7 @@ def read_ranks(path: str | Path) -> list[bytes]:
     path = Path(path)
     fields = path.read_bytes().split()
     try:
-        tokens = [base64.b64decode(field, validate=True) for field in fields[0::2]]
+        tokens = [binascii.a2b_base64(field, strict_mode=True) for field in fields[0::2]]
         ids = [int(field) for field in fields[1::2]]
     except (binascii.Error, ValueError):
         raise _first_bad_line(path) from None
@@ -68,7 +67,7 @@ def _why_bad(fields: list[bytes], expected: int) -> str:
     if len(fields) != 2:
         return "expected a base64 token and a rank (a tiktoken rank file)"
     try:
-        token = base64.b64decode(fields[0], validate=True)
+        token = binascii.a2b_base64(fields[0], strict_mode=True)
     except binascii.Error:
         return "the token is not base64"
     if not token:

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from openk3.errors import InputError
@@ -290,6 +291,13 @@ def test_long_output_takes_linear_time():
         parser.feed("word ")
     parser.feed(f"{C}response{S}")
     assert len(parser.message["content"]) == 500_000
+
+
+def test_ids_of_other_libraries(small):
+    text, expected = THINKING["proper"]
+    ids = np.array(small.encode(text, allow_special=True))
+    assert summary(xtml.parse(ids, tokenizer=small)) == expected
+    assert summary(stream(ids, small)) == expected
 
 
 def test_ids_without_a_tokenizer_or_out_of_range(small):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 from typing import NamedTuple
 
 from openk3.errors import InputError
@@ -49,7 +50,7 @@ class Lexer:
         elif isinstance(piece, (bytes, bytearray)):
             yield from self._text(self._byte_decoder.decode(bytes(piece)))
         else:
-            for token_id in [piece] if isinstance(piece, int) else piece:
+            for token_id in [piece] if isinstance(piece, Integral) else piece:
                 yield from self._id(int(token_id))
 
     def finish(self) -> Iterator[Item]:
