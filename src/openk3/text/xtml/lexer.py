@@ -50,7 +50,7 @@ class Lexer:
         elif isinstance(piece, (bytes, bytearray)):
             yield from self._text(self._byte_decoder.decode(bytes(piece)))
         else:
-            for token_id in [piece] if isinstance(piece, Integral) else piece:
+            for token_id in [piece] if isinstance(piece, (int, Integral)) else piece:
                 yield from self._id(int(token_id))
 
     def finish(self) -> Iterator[Item]:
