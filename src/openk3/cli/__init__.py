@@ -10,8 +10,9 @@ from openk3.errors import OpenK3Error, nearest
 # verb -> (module with `main(argv) -> int`, one line for --help)
 VERBS: dict[str, tuple[str, str]] = {
     "doctor": ("openk3.cli.doctor", "what this machine has and what runs on it"),
-    "inspect": ("openk3.cli.inspect", "parameters, FLOPs and memory of a model"),
     "report": ("openk3.cli.report", "a run as one HTML page, and PNG plots"),
+    "inspect": ("openk3.cli.inspect", "parameters, FLOPs and memory of a model; what files hold"),
+    "convert": ("openk3.cli.convert", "rewrite a model folder: formats, layouts, shards"),
     "data": ("openk3.cli.data", "build token shards from text, verify and describe them"),
 }
 

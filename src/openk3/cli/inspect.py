@@ -1,9 +1,10 @@
 """`k3 inspect` says what a model is and costs, from its configuration alone."""
 
 import sys
+from pathlib import Path
 from typing import Any
 
-from openk3.cli import common
+from openk3.cli import common, inspect_folder
 from openk3.config import LADDER, ModelConfig, preset, sizes
 from openk3.config.dump import describe as describe_fields
 from openk3.config.load import load, resolve, take_flags
@@ -19,7 +20,8 @@ def main(argv: list[str]) -> int:
     parser = common.parser(
         "inspect",
         "Parameters, FLOPs and memory of a model, without building it.\n\n"
-        f"MODEL is a preset ({', '.join(LADDER)}) or a recipe file.\n"
+        f"MODEL is a preset ({', '.join(LADDER)}), a recipe file, or a model folder: then the\n"
+        "report is what its files hold and whether they are complete.\n"
         "Fields of the model may be changed: k3 inspect nano --num_experts 64",
     )
     parser.add_argument("model", metavar="MODEL")
@@ -36,6 +38,10 @@ def main(argv: list[str]) -> int:
     own = {option for action in parser._actions for option in action.option_strings}
     settings, rest = take_flags(ModelConfig, argv, own)
     options = parser.parse_args(rest)
+    if Path(options.model).is_dir():
+        if settings:
+            raise ConfigError(f"{options.model} is a folder; its model cannot be changed by flags")
+        return inspect_folder.run(Path(options.model), as_json=options.json)
     config = resolve(ModelConfig, [], settings, find(options.model))
     facts = describe(config, options.context)
     text = common.json_text(facts) if options.json else render(options.model, facts)
@@ -51,7 +57,7 @@ def find(name: str) -> ModelConfig:
         return load(Recipe, [name]).model
     hint = nearest(name, set(LADDER))
     raise ConfigError(
-        f"{name!r} is no preset{hint} and no recipe file; presets are {', '.join(LADDER)}"
+        f"{name!r} is no preset{hint}, recipe file or folder; presets are {', '.join(LADDER)}"
     )
 
 

@@ -102,7 +102,7 @@ def survey(path: str | Path) -> Survey:
     config, no shards, a corrupt shard, or another model's layout (named).
     """
     path = Path(path)
-    raw = _read_json(path / "config.json")
+    raw = read_json(path / "config.json")
     foreign = foreign_config(raw)
     if foreign:
         raise CheckpointError(
@@ -218,7 +218,7 @@ def _read_entries(path: Path, wrong: list[str]) -> dict[str, Entry]:
             f"{path} has neither {SINGLE} nor {INDEX}"
             + (f"; {pickles[0].name} is a pickle, which is never loaded" if pickles else "")
         )
-    weight_map = _read_json(index_path).get("weight_map")
+    weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index_path}: weight_map is missing or empty")
     for name, shard in weight_map.items():
@@ -243,7 +243,8 @@ def _read_entries(path: Path, wrong: list[str]) -> dict[str, Entry]:
     return entries
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises CheckpointError that names it."""
     try:
         value = json.loads(path.read_bytes())
     except OSError as error:
