@@ -1,8 +1,26 @@
 """Counts are exact: those of K3 are published, those of small models can be added up by hand."""
 
-import pytest
+import re
 
-from openk3.config import preset, sizes
+import pytest
+import torch
+
+from openk3.config import LADDER, preset, sizes
+from openk3.model.k3 import K3
+
+PLACES = {
+    r"embed_tokens": "input embedding",
+    r"lm_head": "output head",
+    r"^norm\.": "final norm",
+    r"_res_|layernorm\.weight$(?<!_a_layernorm\.weight)": "AttnRes and norms",
+    r"self_attn\.": "attention",
+    r"block_sparse_moe\.gate\.": "router",
+    r"routed_expert_": "latent in and out",
+    r"shared_experts\.": "shared experts",
+    r"\.experts\.": "routed experts",
+    r"\.mlp\.": "dense FFN",
+}
+"""Parameter names -> the part that must count them."""
 
 
 def test_k3_totals_are_the_published_ones():
@@ -46,3 +64,23 @@ def test_flops():
     assert slope == 1000 * 2 * 24 * 96 * (192 + 128)
     train = sizes.training_flops_per_token(config, 1001)
     assert train == 3 * sizes.flops_per_token(config, 501)
+
+
+@pytest.mark.parametrize("name", LADDER)
+def test_every_part_counts_what_the_real_model_holds(name):
+    config = preset(name, vision=None)
+    with torch.device("meta"):
+        model = K3(config, seed=None)
+    counted = dict.fromkeys(PLACES.values(), 0)
+    tensors = [*model.named_parameters()]
+    tensors += [(n, b) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
+    for path, tensor in tensors:
+        part = next(part for pattern, part in PLACES.items() if re.search(pattern, path))
+        if part == "attention":
+            layer = int(path.split(".")[1])
+            part = "KDA" if config.is_kda(layer) else "Gated MLA"
+        counted[part] = counted.get(part, 0) + tensor.numel()
+    heads, (num_kda, *_) = config.linear_attn.num_heads, sizes.layer_counts(config)
+    counted["KDA"] += num_kda * (sizes.stored_a_log(heads) - heads)
+    del counted["attention"]
+    assert counted == {part.name: part.params for part in sizes.parts(config)}

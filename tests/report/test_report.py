@@ -8,11 +8,14 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from openk3 import report
 from openk3.cli import main
 from openk3.errors import BackendError, ConfigError
 from openk3.obs import RunFolder, rows
-from openk3.report import History, build, png, write_report
+from openk3.report import History, png, write_report
+from openk3.report.curves import over_time
 from openk3.report.figures import Bars, HeatMap, LineChart, Series
+from openk3.report.inside import of_the_model
 from openk3.report.svg import draw
 
 NASTY = "</pre><script>alert('x')</script> & é ☃"
@@ -86,7 +89,7 @@ def test_summary(run):
 
 
 def test_skipped_steps_are_crosses_and_not_in_the_curve(run):
-    loss = build.over_time(History.load(run), "step")[0]
+    loss = over_time(History.load(run), "step")[0]
     assert loss.marks == [(7, "step 7: spike")]
     assert max(y for s in loss.series for y in s.y if y is not None) < 10
 
@@ -95,7 +98,7 @@ def test_superseded_rows_are_not_drawn(run):
     with RunFolder.resume(run, 20) as again:
         again.metrics.write(step_row(21, loss=3.0))
     history = History.load(run)
-    loss = build.over_time(history, "step")[0]
+    loss = over_time(history, "step")[0]
     assert max(loss.series[0].x) == 21
     assert loss.rules == ((20, "resumed"),)
     assert history.summary()["attempts"] == 2
@@ -103,7 +106,7 @@ def test_superseded_rows_are_not_drawn(run):
 
 def test_other_axes_put_rows_elsewhere(run):
     history = History.load(run)
-    ends = {axis: max(build.over_time(history, axis)[0].series[0].x) for axis in ("tokens", "time")}
+    ends = {axis: max(over_time(history, axis)[0].series[0].x) for axis in ("tokens", "time")}
     assert ends == {"tokens": 512 * 40, "time": 20.0}
 
 
@@ -123,7 +126,7 @@ def test_many_experts_are_grouped(tmp_path):
     with RunFolder.create(tmp_path, {}) as run:
         for row in inside_rows(1, num_experts=896):
             run.metrics.write(row)
-    (load, *_) = build.of_the_model(History.load(tmp_path))
+    (load, *_) = of_the_model(History.load(tmp_path))
     assert isinstance(load, HeatMap)
     assert len(load.columns) == 64
     assert all(row == sorted(row, reverse=True) for row in load.values)
@@ -131,7 +134,7 @@ def test_many_experts_are_grouped(tmp_path):
 
 
 def test_attn_res_sources_are_aligned(run):
-    figure = next(f for f in build.of_the_model(History.load(run)) if f.name == "attn_res")
+    figure = next(f for f in of_the_model(History.load(run)) if f.name == "attn_res")
     assert figure.columns == ["embedding", "block 1", "running"]
     assert figure.rows[:2] == ["0.ffn", "1.attn"]
     assert figure.values[:2] == [[0.25, None, 0.75], [0.1, 0.2, 0.7]]
@@ -139,11 +142,12 @@ def test_attn_res_sources_are_aligned(run):
 
 def test_png_plots(run, monkeypatch):
     pytest.importorskip("matplotlib", reason="PNG plots need the plot extra")
-    one_of_each = {f.name: f for f in build.all_figures(History.load(run))}
-    names = ("loss", "grad_norm", "expert_load", "attn_res", "decay")
-    monkeypatch.setattr(build, "all_figures", lambda _: [one_of_each[name] for name in names])
+    curves, inside = report.over_time, report.of_the_model
+    monkeypatch.setattr(report, "over_time", lambda history, axis: curves(history, axis)[:4])
+    monkeypatch.setattr(report, "of_the_model", lambda history: inside(history)[::2])
     _page, *plots = write_report(run)
-    assert [path.stem for path in plots] == list(names)
+    names = "loss bits_per_byte lr grad_norm expert_load decay attn_res".split()
+    assert [path.stem for path in plots] == names
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in plots)
     monkeypatch.setattr(png, "available", lambda: False)
     assert len(write_report(run)) == 1

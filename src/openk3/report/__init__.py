@@ -3,8 +3,10 @@
 from pathlib import Path
 
 from openk3._io import atomic_file
-from openk3.report import build, page, png
+from openk3.report import page, png
+from openk3.report.curves import over_time
 from openk3.report.history import History
+from openk3.report.inside import of_the_model
 
 __all__ = ["History", "write_report"]
 
@@ -24,7 +26,7 @@ def write_report(
         handle.write(page.render(history))
     written = [target]
     if png.available() if plots is None else plots:
-        for figure in build.all_figures(history):
+        for figure in [*over_time(history, "step"), *of_the_model(history)]:
             written.append(target.parent / "plots" / f"{figure.name}.png")
             png.save(figure, written[-1])
     return written

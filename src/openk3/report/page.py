@@ -7,9 +7,10 @@ from typing import Any
 
 from openk3.config.dump import to_toml
 from openk3.obs.console import duration
-from openk3.report import build
+from openk3.report.curves import over_time
 from openk3.report.figures import Figure
 from openk3.report.history import AXES, History
+from openk3.report.inside import of_the_model
 from openk3.report.scale import short
 from openk3.report.svg import draw
 
@@ -54,7 +55,7 @@ def _header(history: History) -> str:
 
 
 def _curves(history: History) -> Iterator[str]:
-    charts = {axis: build.over_time(history, axis) for axis in AXES}
+    charts = {axis: over_time(history, axis) for axis in AXES}
     if not charts["step"]:
         yield "<p>No training step has been recorded yet.</p>"
         return
@@ -70,7 +71,7 @@ def _curves(history: History) -> Iterator[str]:
 
 
 def _inside(history: History) -> Iterator[str]:
-    figures = build.of_the_model(history)
+    figures = of_the_model(history)
     if figures:
         cards = "\n".join(_card(figure, draw(figure)) for figure in figures)
         yield f'<h2>Inside the model</h2><div class="grid">{cards}</div>'
