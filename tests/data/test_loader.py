@@ -192,6 +192,10 @@ def test_batch_layout(split: Split) -> None:
     assert batch.num_tokens == 12
     assert batch.num_bytes == sum(1 + t % 3 for t in stored[:8] + stored[88:] if t != EOT)
     assert _equal(batch.to("cpu"), batch)
+    packed = batch.packed()
+    assert packed.input_ids.shape == packed.targets.shape == (1, 24)
+    assert packed.input_ids[0].tolist() == batch.input_ids.flatten().tolist()
+    assert packed.targets[0].tolist() == batch.targets.flatten().tolist()
 
 
 @given(

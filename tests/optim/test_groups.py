@@ -7,6 +7,7 @@ import torch
 
 from openk3.config import preset
 from openk3.errors import InputError
+from openk3.model.k3 import K3
 from openk3.optim.groups import RULES, assign, assign_all
 from shapes_of_k3 import published_shapes
 
@@ -85,6 +86,14 @@ def test_every_parameter_once(rung):
     for a in assignments:
         if a.kind == "muon":
             assert shapes[a.name][-2] % sum(a.rows) == 0
+
+
+@pytest.mark.parametrize("rung", ["nano", "micro"])
+def test_the_listed_names_and_shapes_are_the_models(rung):
+    with torch.device("meta"):
+        model = K3(preset(rung), seed=None)
+    found = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    assert found == published_shapes(preset(rung))
 
 
 def test_k3_head_blocks():

@@ -8,6 +8,7 @@ import torch
 
 from openk3.config.recipe import OptimRecipe
 from openk3.errors import CheckpointError
+from openk3.optim.adamw import AdamW
 from openk3.optim.groups import Assignment
 from openk3.optim.optimizer import Optimizer
 from openk3.optim.schedule import cosine
@@ -57,6 +58,25 @@ def test_embedding_rate_has_its_own_scale():
         optimizer.step(0.1)
         moved.append(weights["e"].detach() - before)
     torch.testing.assert_close(moved[1], moved[0] * 0.5, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
+def test_adamw_is_torchs(weight_decay):
+    g = torch.Generator().manual_seed(0)
+    ours = {n: torch.randn(5, 3, generator=g).requires_grad_() for n in "ab"}
+    theirs = [w.detach().clone().requires_grad_() for w in ours.values()]
+    adamw = AdamW(ours, weight_decay=weight_decay)
+    peer = torch.optim.AdamW(theirs, betas=(0.9, 0.95), weight_decay=weight_decay)
+    for step in range(5):
+        lr = 0.1 / (step + 1)
+        peer.param_groups[0]["lr"] = lr
+        for a, b in zip(ours.values(), theirs, strict=True):
+            a.grad = torch.randn(5, 3, generator=g)
+            b.grad = a.grad.clone()
+        adamw.step(lr)
+        peer.step()
+    for a, b in zip(ours.values(), theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("steps_before", [0, 3])

@@ -35,6 +35,11 @@ class Batch:
     num_tokens: int
     num_bytes: int
 
+    def packed(self) -> "Batch":
+        """The same batch as one row [1, B * T], which is how a model takes `cu_seqlens`."""
+        flat = {n: getattr(self, n).reshape(1, -1) for n in ("input_ids", "targets")}
+        return replace(self, **flat)
+
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on `device`."""
         names = ("input_ids", "targets", "cu_seqlens")

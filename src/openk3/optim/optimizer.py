@@ -10,6 +10,7 @@ from torch import Tensor
 
 from openk3.config.recipe import OptimRecipe
 from openk3.errors import CheckpointError
+from openk3.optim.adamw import AdamW
 from openk3.optim.groups import Assignment
 from openk3.optim.muon import Muon, MuonParameter
 
@@ -33,38 +34,29 @@ class Optimizer:
             steps=recipe.newton_schulz_steps,
             dtype=torch.bfloat16 if on_gpu else torch.float32,
         )
-        self._adam_weights = {
-            a.name: weights[a.name] for k in ("matrix", "embed", "plain") for a in by_kind[k]
+        self.adamw = {
+            kind: AdamW(
+                {a.name: weights[a.name] for a in by_kind[kind]},
+                betas=recipe.adam_betas,
+                eps=recipe.adam_eps,
+                weight_decay=recipe.weight_decay if kind != "plain" else 0.0,
+                lr_scale=recipe.embed_lr_scale if kind == "embed" else 1.0,
+            )
+            for kind in ("matrix", "embed", "plain")
         }
-        self.adamw = torch.optim.AdamW(
-            [
-                {
-                    "params": [weights[a.name] for a in by_kind[kind]],
-                    "weight_decay": recipe.weight_decay * (kind != "plain"),
-                    "lr_scale": recipe.embed_lr_scale if kind == "embed" else 1.0,
-                }
-                for kind in ("matrix", "embed", "plain")
-                if by_kind[kind]
-            ],
-            lr=recipe.lr,
-            betas=recipe.adam_betas,
-            eps=recipe.adam_eps,
-            fused=True,
-        )
 
     def step(self, lr: float) -> None:
         """One update of every weight from its `.grad`."""
         self.muon.step(lr)
-        for group in self.adamw.param_groups:
-            group["lr"] = lr * group["lr_scale"]
-        self.adamw.step()
+        for group in self.adamw.values():
+            group.step(lr)
 
     def state(self) -> dict[str, Tensor]:
-        """`muon.NAME`, `adam.m.NAME`, `adam.v.NAME`, `adam.t.NAME` -> tensor; not copies."""
+        """`muon.NAME`, `adam.m.NAME`, `adam.v.NAME`, `adam.t.GROUP` -> tensor; not copies."""
         tensors = {f"muon.{name}": buffer for name, buffer in self.muon.state().items()}
-        for name, weight in self._adam_weights.items():
-            for key, part in _ADAM_PARTS.items():
-                tensors[f"adam.{part}.{name}"] = self._adam_state(weight)[key]
+        for kind, group in self.adamw.items():
+            tensors |= {f"adam.{name}": t for name, t in group.state().items()}
+            tensors[f"adam.t.{kind}"] = group.count
         return tensors
 
     @torch.no_grad()
@@ -84,14 +76,3 @@ class Optimizer:
                     f"this model needs {tuple(target.shape)}"
                 )
             target.copy_(tensors[name])
-
-    def _adam_state(self, weight: Tensor) -> dict[str, Tensor]:
-        state = self.adamw.state[weight]
-        if not state:  # AdamW makes it at its first step; a checkpoint may come before
-            state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
-            state["exp_avg"] = torch.zeros_like(weight)
-            state["exp_avg_sq"] = torch.zeros_like(weight)
-        return state
-
-
-_ADAM_PARTS = {"exp_avg": "m", "exp_avg_sq": "v", "step": "t"}

@@ -1,0 +1,273 @@
+"""The pre-training loop, for one process or for the processes of torchrun.
+
+    every step      take the next rows, one optimizer step, one metrics row, one console line
+    now and then    evaluate on held-out documents, sample text, look inside, save a checkpoint
+    at the end      all of these once more
+
+All state is in the checkpoint, and every random choice is a pure function of (seed, step, rank), so
+a run that was killed and resumed computes, bit for bit, what it would have computed unharmed.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from openk3._io import derive_seed
+from openk3.checkpoint.training import Checkpoint, CheckpointFolder
+from openk3.config.recipe import Recipe
+from openk3.data.loader import Batch, Loader
+from openk3.errors import DivergedError
+from openk3.obs import log
+from openk3.obs.console import Console
+from openk3.obs.rows import EvalRow, EventRow, Row, SampleRow, StepRow
+from openk3.obs.run import RunFolder
+from openk3.optim.schedule import cosine
+from openk3.train.evaluate import Evaluation, evaluate
+from openk3.train.interrupt import StopWish
+from openk3.train.memory import memory_bytes, memory_total
+from openk3.train.observe import Observer
+from openk3.train.step import Stepper, StepResult
+
+Sampler = Callable[[int], Iterable[tuple[str, str]]]
+"""step -> (prompt, continuation) pairs."""
+
+
+@dataclass
+class Progress:
+    """Counters of a run over all attempts."""
+
+    step: int = 0
+    tokens: int = 0
+    flops: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass
+class Trainer:
+    """A run in motion. `run` and `checkpoints` are None on every process but the first."""
+
+    recipe: Recipe
+    stepper: Stepper
+    loader: Loader
+    flops_per_token: float
+    """Forward and backward, of a token at the recipe's sequence length."""
+    deciding: dict[str, Any]
+    """What a checkpoint must have been made with."""
+    eval_batches: Callable[[], Iterator[Batch]] | None = None
+    sampler: Sampler | None = None
+    run: RunFolder | None = None
+    checkpoints: CheckpointFolder | None = None
+    stop: StopWish = field(default_factory=StopWish)
+    peak_flops: float | None = None
+    """FLOP/s of all devices together, where known."""
+    progress: Progress = field(default_factory=Progress)
+    last_evaluation: Evaluation | None = None
+
+    def __post_init__(self) -> None:
+        self.world = self.stepper.world
+        self.model = self.stepper.model
+        self.observer = Observer(self.model, self.world)
+        self.console = Console(self.recipe.train.steps)
+        self._saved_step = self.progress.step
+
+    def fit(self) -> bool:
+        """Train to the last step, or until asked to stop; True when the last step is done.
+
+        Raises DivergedError after too many bad steps in a row, StorageError when the disk is full.
+        """
+        self.model.train()
+        self.model.track_max_logits()
+        steps = self.recipe.train.steps
+        while self.progress.step < steps:
+            if self._asked_to_stop():
+                self.save()
+                self._event("interrupt", f"stopped after step {self.progress.step}")
+                return False
+            self._step()
+            self._now_and_then(last=self.progress.step == steps)
+        self.save()
+        self._event("done", f"step {steps} of {steps}")
+        return True
+
+    def _step(self) -> None:
+        step, train = self.progress.step, self.recipe.train
+        started = time.perf_counter()
+        torch.manual_seed(derive_seed(train.seed, "step", step, self.world.rank))
+        batches = [next(self.loader).to(self.world.device) for _ in range(self.num_micro)]
+        lr = self.learning_rate(step + 1)
+        watched = self._due(self.recipe.run.observe_every, step + 1) or step == 0
+        result = self.stepper(
+            batches,
+            lr,
+            probe=self.observer.probe if watched else None,
+            before_update=self.observer.add_load,
+        )
+        seconds = time.perf_counter() - started
+        self.progress.step += 1
+        self.progress.tokens += result.num_tokens
+        self.progress.flops += result.num_tokens * self.flops_per_token
+        self.progress.seconds += seconds
+        self._report(result, lr, seconds)
+        self._check_guard(result)
+
+    @property
+    def num_micro(self) -> int:
+        """Micro-batches of one process per step."""
+        share = self.recipe.train.batch_sequences // self.world.size
+        return share // self.loader.batch_rows
+
+    def learning_rate(self, step: int) -> float:
+        """Of the 1-based `step`."""
+        optim = self.recipe.optim
+        return cosine(
+            step,
+            self.recipe.train.steps,
+            peak=optim.lr,
+            warmup_fraction=optim.warmup_fraction,
+            final_fraction=optim.final_lr_fraction,
+        )
+
+    def _check_guard(self, result: StepResult) -> None:
+        if result.bad:
+            self._event("skip", result.bad)
+        try:
+            self.stepper.guard.check()
+        except DivergedError as error:
+            self._event("diverged", str(error))
+            raise
+
+    def _asked_to_stop(self) -> bool:
+        wish = torch.tensor([int(bool(self.stop))], device=self.world.device)
+        return bool(self.world.max(wish).item())
+
+    def _now_and_then(self, last: bool) -> None:
+        run, step = self.recipe.run, self.progress.step
+        if run.observe_every and (self._due(run.observe_every, step) or last or step == 1):
+            for row in self.observer.rows(**self.axes()):
+                self._write(row)
+        if self._due(run.eval_every, step) or last:
+            self.evaluate()
+        if self._due(run.sample_every, step) or last:
+            self._sample()
+        if self._due(run.checkpoint_every, step) and not last:
+            self.save()
+
+    @staticmethod
+    def _due(every: int, step: int) -> bool:
+        return every > 0 and step % every == 0
+
+    def evaluate(self) -> Evaluation | None:
+        """Score the held-out documents and write a row."""
+        if self.eval_batches is None:
+            return None
+        started = time.perf_counter()
+        found = evaluate(self.model, self.eval_batches(), self.world)
+        self.progress.seconds += time.perf_counter() - started
+        self._write(
+            EvalRow(
+                split=self.recipe.data.eval_split,
+                loss=found.loss,
+                bits_per_byte=found.bits_per_byte,
+                num_tokens=found.num_tokens,
+                num_bytes=found.num_bytes,
+                **self.axes(),
+            )
+        )
+        self.say(
+            f"eval {self.recipe.data.eval_split}: {found.bits_per_byte:.4f} bits/byte "
+            f"({found.num_bytes:,} bytes)"
+        )
+        self.last_evaluation = found
+        return found
+
+    def _sample(self) -> None:
+        if self.sampler is None or self.run is None:
+            return
+        for prompt, text in self.sampler(self.progress.step):
+            self._write(SampleRow(prompt=prompt, text=text, **self.axes()))
+
+    def save(self) -> None:
+        """Write a checkpoint of this step, once. Every process must call this."""
+        if self.progress.step == self._saved_step:
+            return
+        if self.checkpoints is not None:
+            path = self.checkpoints.save(self.checkpoint())
+            self._event("checkpoint", str(path))
+        self._saved_step = self.progress.step
+        self.world.barrier()
+
+    def checkpoint(self) -> Checkpoint:
+        """Everything the next step depends on."""
+        stepper = self.stepper
+        return Checkpoint(
+            step=self.progress.step,
+            tensors={"model": stepper.masters.state(), "optimizer": stepper.optimizer.state()},
+            deciding=self.deciding,
+            loop={
+                "model": self.model.config.to_hf(),
+                "position": self.loader.position,
+                "guard": stepper.guard.state(),
+                "progress": vars(self.progress).copy(),
+            },
+        )
+
+    def restore_tensors(self, saved: Checkpoint) -> None:
+        """Weights and optimizer state of a checkpoint. Raises CheckpointError on a misfit."""
+        self.stepper.masters.load_state(saved.tensors["model"])
+        self.stepper.optimizer.load_state(saved.tensors["optimizer"])
+
+    def restore_loop(self, loop: Mapping[str, Any]) -> None:
+        """The small state of a checkpoint: data position, guard, counters."""
+        self.stepper.guard.load_state(loop["guard"])
+        self.loader.position = loop["position"]
+        self.progress = Progress(**loop["progress"])
+        self._saved_step = self.progress.step
+
+    def axes(self) -> dict[str, Any]:
+        """The x-axes that every metrics row carries."""
+        return vars(self.progress).copy()
+
+    def say(self, line: str) -> None:
+        """One line for people, from the first process."""
+        if self.world.is_main:
+            log.get("train").info(line)
+
+    def _report(self, result: StepResult, lr: float, seconds: float) -> None:
+        if self.run is None:
+            return
+        speed = result.num_tokens / seconds
+        row = StepRow(
+            loss=result.loss,
+            lr=lr,
+            grad_norm=result.grad_norm,
+            step_seconds=seconds,
+            tokens_per_s=speed,
+            bits_per_byte=_bits_per_byte(result),
+            mfu=speed * self.flops_per_token / self.peak_flops if self.peak_flops else None,
+            memory_bytes=memory_bytes(self.world.device),
+            memory_total_bytes=memory_total(self.world.device),
+            max_logit=result.max_logit,
+            clipped_heads=result.clipped_heads,
+            bad=result.bad,
+            **self.axes(),
+        )
+        self._write(row)
+        self.console.step(row)
+
+    def _event(self, what: str, detail: str) -> None:
+        self._write(EventRow(what=what, detail=detail, **self.axes()))
+
+    def _write(self, row: Row) -> None:
+        if self.run is not None:
+            self.run.metrics.write(row)
+
+
+def _bits_per_byte(result: StepResult) -> float | None:
+    if not result.num_bytes:
+        return None
+    return Evaluation(
+        result.loss * result.num_tokens, result.num_tokens, result.num_bytes
+    ).bits_per_byte

@@ -1,0 +1,86 @@
+"""Float32 master weights of a model that computes in another dtype.
+
+In float32 the model's parameters are the masters. In bfloat16 each low-precision parameter has a
+float32 copy that the optimizer moves; gradients of all micro-batches add up in float32 on the copy.
+A_log, dt_bias, convolutions, o_norm and the router bias are float32 in every case.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from openk3.errors import CheckpointError
+from openk3.model.init import cast
+
+
+class Masters:
+    """`weights`: name -> float32 leaf whose `.grad` holds the step's gradient, in model order."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Casts `model`, which must be float32, to `dtype` in place."""
+        self.model = model
+        self.weights: dict[str, Tensor] = {}
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        full = {name: p.detach().clone() for name, p in model.named_parameters()}
+        if dtype != torch.float32:
+            cast(model, dtype)
+        for name, parameter in model.named_parameters():
+            if parameter.dtype == torch.float32:
+                self.weights[name] = parameter
+            else:
+                self.weights[name] = self._shadow(parameter, full[name])
+
+    def _shadow(self, parameter: Tensor, full: Tensor) -> Tensor:
+        master = full.requires_grad_()
+
+        def collect(p: Tensor) -> None:
+            if p.grad is not None:
+                wide = p.grad.float()
+                master.grad = wide if master.grad is None else master.grad.add_(wide)
+                p.grad = None
+
+        parameter.register_post_accumulate_grad_hook(collect)
+        self._copies.append((parameter, master))
+        return master
+
+    def grads(self) -> list[Tensor]:
+        """The gradients, in the same order on every process; a missing one becomes zeros."""
+        for weight in self.weights.values():
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+        return [w.grad for w in self.weights.values() if w.grad is not None]
+
+    def clear_grads(self) -> None:
+        """Forget the gradients."""
+        for weight in self.weights.values():
+            weight.grad = None
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters into the model's parameters."""
+        for parameter, master in self._copies:
+            parameter.copy_(master)
+
+    def state(self) -> dict[str, Tensor]:
+        """Masters and the model's persistent buffers by published name; not copies."""
+        buffers = {n: t for n, t in self.model.state_dict().items() if n not in self.weights}
+        return {**self.weights, **buffers}
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy a saved `state()` in. Raises CheckpointError naming what does not fit."""
+        state = self.state()
+        if odd := sorted(state.keys() ^ tensors.keys()):
+            raise CheckpointError(
+                f"the checkpoint's weights do not fit this model: {len(odd)} names differ, "
+                f"first {odd[0]!r}"
+            )
+        for name, target in state.items():
+            if target.shape != tensors[name].shape:
+                raise CheckpointError(
+                    f"weight {name!r} has shape {tuple(tensors[name].shape)} in the checkpoint; "
+                    f"this model needs {tuple(target.shape)}"
+                )
+            target.copy_(tensors[name])
+        self.publish()

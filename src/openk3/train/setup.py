@@ -1,0 +1,274 @@
+"""From a recipe to a Trainer that is ready to fit: checks first, then data, weights, resume."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from openk3._io import atomic_file, derive_seed, require_disk, sha256_file
+from openk3.checkpoint.training import CheckpointFolder, read, require_same
+from openk3.config.dump import to_dict
+from openk3.config.load import from_dict
+from openk3.config.recipe import Recipe
+from openk3.config.sizes import training_flops_per_token
+from openk3.data.dataset import Dataset
+from openk3.data.loader import Batch, Loader, eval_batches
+from openk3.data.rows import Mixture, RowSource, Windows
+from openk3.errors import ConfigError, StorageError
+from openk3.model.k3 import K3
+from openk3.obs import log
+from openk3.obs.run import RunFolder, is_run, read_config
+from openk3.optim.groups import assign_all
+from openk3.optim.optimizer import Optimizer
+from openk3.parallel.world import World
+from openk3.text.tokenizer import Tokenizer
+from openk3.text.tokenizer import load as load_tokenizer
+from openk3.train.guard import Guard
+from openk3.train.loop import Sampler, Trainer
+from openk3.train.masters import Masters
+from openk3.train.memory import peak_flops
+from openk3.train.step import Loss, Stepper, next_token_loss
+
+EVAL_ROWS = 4
+
+
+@dataclass
+class Data:
+    """The opened data of a recipe."""
+
+    datasets: list[Dataset]
+    source: RowSource
+    fingerprint: str
+    """Of everything that decides the rows."""
+
+
+def open_data(recipe: Recipe) -> Data:
+    """Open and check the datasets of a recipe. Raises ConfigError and DataError."""
+    settings, config = recipe.data, recipe.model
+    if not settings.train:
+        raise ConfigError(
+            "data.train names no dataset; build one with `k3 data build` and pass its folder as "
+            "--data.train FOLDER"
+        )
+    if settings.weights and len(settings.weights) != len(settings.train):
+        raise ConfigError(
+            f"data.weights has {len(settings.weights)} numbers for {len(settings.train)} datasets"
+        )
+    if settings.sequence_tokens > config.max_position_embeddings:
+        raise ConfigError(
+            f"data.sequence_tokens ({settings.sequence_tokens}) exceeds the model's limit "
+            f"max_position_embeddings ({config.max_position_embeddings})"
+        )
+    datasets = [Dataset(path) for path in settings.train]
+    for dataset in datasets:
+        if dataset.vocab_size > config.vocab_size:
+            raise ConfigError(
+                f"{dataset.path} has a vocabulary of {dataset.vocab_size}, larger than the model's "
+                f"vocab_size ({config.vocab_size}); pass --model.vocab_size {dataset.vocab_size} "
+                "or build the data with a smaller --vocab-size"
+            )
+    sources = [Windows(d.split("train"), settings.sequence_tokens, settings.seed) for d in datasets]
+    source: RowSource = sources[0]
+    if len(sources) > 1:
+        weights = settings.weights or tuple(s.split.num_tokens for s in sources)
+        source = Mixture(sources, weights, settings.seed)
+    hashes = [sha256_file(d.path / "index.json")[:16] for d in datasets]
+    return Data(datasets, source, "+".join(hashes))
+
+
+def deciding(recipe: Recipe, data: Data) -> dict[str, Any]:
+    """Everything that decides the computed numbers, flat and JSON-ready."""
+    return recipe.deciding() | {"data.fingerprint": data.fingerprint}
+
+
+def build_trainer(
+    recipe: Recipe, data: Data, world: World, *, loss: Loss = next_token_loss
+) -> Trainer:
+    """A Trainer at step 0 that writes nothing yet. Raises ConfigError."""
+    batch_rows = micro_rows(recipe, world.size)
+    model = K3(recipe.model, seed=recipe.train.seed).to(world.device)
+    masters = Masters(model, compute_dtype(recipe, world.device))
+    world.copy_from_main(masters.weights.values())
+    masters.publish()
+    optimizer = Optimizer(
+        masters.weights, assign_all(masters.weights.items(), recipe.model), recipe.optim
+    )
+    stepper = Stepper(
+        model=model,
+        masters=masters,
+        optimizer=optimizer,
+        guard=Guard(recipe.train.spike_nats, recipe.train.max_bad_steps),
+        recipe=recipe.optim,
+        world=world,
+        loss=loss,
+    )
+    peak = peak_flops(world.device)
+    return Trainer(
+        recipe=recipe,
+        stepper=stepper,
+        loader=Loader(data.source, batch_rows, rank=world.rank, world_size=world.size),
+        flops_per_token=training_flops_per_token(recipe.model, recipe.data.sequence_tokens),
+        deciding=deciding(recipe, data),
+        eval_batches=lambda: held_out(recipe, data, world),
+        peak_flops=peak * world.size if peak else None,
+    )
+
+
+def micro_rows(recipe: Recipe, world_size: int) -> int:
+    """Sequences of one forward pass of one process. Raises ConfigError when shares are uneven."""
+    batch, micro = recipe.train.batch_sequences, recipe.train.micro_sequences
+    if batch % world_size:
+        raise ConfigError(
+            f"train.batch_sequences ({batch}) must be a multiple of the {world_size} processes"
+        )
+    share = batch // world_size
+    micro = micro or share
+    if share % micro:
+        raise ConfigError(
+            f"train.micro_sequences ({micro}) must divide a process's share of {share} sequences"
+        )
+    return micro
+
+
+def compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
+    """The dtype of products on `device`."""
+    name = recipe.train.compute_dtype
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" else "float32"
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def held_out(recipe: Recipe, data: Data, world: World) -> Iterator[Batch]:
+    """This process's batches of one evaluation."""
+    length = recipe.data.sequence_tokens
+    split = data.datasets[0].split(recipe.data.eval_split)
+    batches = eval_batches(
+        split,
+        length,
+        EVAL_ROWS,
+        num_context=length // 4,
+        rank=world.rank,
+        world_size=world.size,
+    )
+    limit = recipe.run.eval_tokens
+    per_batch = EVAL_ROWS * (length - length // 4) * world.size
+    return islice(batches, max(1, limit // per_batch)) if limit else batches
+
+
+def make_sampler(recipe: Recipe, model: K3, tokenizer: Tokenizer) -> Sampler:
+    """Continue the recipe's prompts; the seed depends on the step only."""
+    settings = recipe.run
+
+    def sample(step: int) -> Iterator[tuple[str, str]]:
+        for i, prompt in enumerate(settings.sample_prompts):
+            ids = torch.tensor([tokenizer.encode(prompt)], device=model.lm_head.weight.device)
+            out = model.generate(
+                ids,
+                max_new_tokens=settings.sample_tokens,
+                temperature=0.7,
+                top_p=0.95,
+                seed=derive_seed(recipe.train.seed, "sample", step, i),
+                stop_ids=[tokenizer.eos_id],
+            )
+            yield prompt, tokenizer.decode(out[0, ids.shape[1] :].tolist(), skip_special=True)
+
+    return sample
+
+
+def disk_bytes(trainer: Trainer) -> int:
+    """What a run writes at most: checkpoints kept, one being written, and its rows."""
+    stepper = trainer.stepper
+    state = [*stepper.masters.state().values(), *stepper.optimizer.state().values()]
+    one = sum(t.numel() * t.element_size() for t in state)
+    steps, run = trainer.recipe.train.steps, trainer.recipe.run
+    kept = run.keep_checkpoints or steps // max(1, run.checkpoint_every) + 1
+    return one * (kept + 1) + steps * 1000 + (16 << 20)
+
+
+@contextmanager
+def training(
+    recipe: Recipe,
+    folder: str | Path,
+    world: World,
+    *,
+    resume: bool = False,
+    loss: Loss = next_token_loss,
+) -> Iterator[Trainer]:
+    """A Trainer in the run folder `folder`, at its newest whole checkpoint when `resume` is given.
+
+    Every process must call this; the first one reads and writes the files. Raises StorageError when
+    the folder holds anything and `resume` is not given, CheckpointError when the run in it was made
+    with other settings; then nothing there has changed.
+    """
+    folder = Path(folder)
+    checkpoints = CheckpointFolder(folder / "checkpoints", keep=recipe.run.keep_checkpoints)
+    resume = resume and is_run(folder)
+    if world.is_main:
+        check_folder(recipe, folder, resume)
+    data = open_data(recipe)
+    trainer = build_trainer(recipe, data, world, loss=loss)
+    if resume:
+        _continue(trainer, checkpoints)
+    if not world.is_main:
+        yield trainer
+        return
+    require_disk(folder, disk_bytes(trainer), "this run with its checkpoints")
+    with _open_folder(trainer, folder, resume) as run:
+        log.setup(run.log_path)
+        for sentence in checkpoints.passed_over:
+            log.get("train").warning("passed over a checkpoint: %s", sentence)
+        checkpoints.sweep()
+        trainer.run, trainer.checkpoints = run, checkpoints
+        if tokenizer := _keep_tokenizer(data.datasets[0], folder):
+            trainer.sampler = make_sampler(recipe, trainer.model, tokenizer)
+        yield trainer
+
+
+def check_folder(recipe: Recipe, folder: Path, resume: bool) -> None:
+    """Refuse a folder that this run must not write to, before any work is done."""
+    if resume:
+        there = from_dict(Recipe, read_config(folder)["config"], str(folder / "config.json"))
+        require_same(folder, there.deciding(), recipe.deciding())
+    elif is_run(folder):
+        raise StorageError(
+            f"{folder} already holds a run: pass --resume auto to go on with it, or choose another "
+            "folder with --run.folder"
+        )
+
+
+def _continue(trainer: Trainer, checkpoints: CheckpointFolder) -> None:
+    """Bring every process to the newest whole checkpoint; without one the run starts over."""
+    world, saved = trainer.world, None
+    if world.is_main and (path := checkpoints.latest()):
+        saved = read(path)
+        require_same(path, saved.deciding, trainer.deciding)
+        trainer.restore_tensors(saved)
+    loop = world.share(None if saved is None else saved.loop)
+    if loop is None:
+        return
+    stepper = trainer.stepper
+    world.copy_from_main([*stepper.masters.state().values(), *stepper.optimizer.state().values()])
+    stepper.masters.publish()
+    trainer.restore_loop(loop)
+
+
+def _open_folder(trainer: Trainer, folder: Path, resume: bool) -> RunFolder:
+    facts = {"processes": trainer.world.size, "device": str(trainer.world.device)}
+    if resume:
+        return RunFolder.resume(folder, trainer.progress.step, **facts)
+    return RunFolder.create(folder, to_dict(trainer.recipe), **facts)
+
+
+def _keep_tokenizer(dataset: Dataset, folder: Path) -> Tokenizer | None:
+    """Copy the data's tokenizer beside the checkpoints, so that the run can speak by itself."""
+    if dataset.tokenizer_path is None:
+        return None
+    kept = folder / dataset.tokenizer_path.name
+    if not kept.exists():
+        with atomic_file(kept) as handle:
+            handle.write(dataset.tokenizer_path.read_bytes())
+    return load_tokenizer(kept)
