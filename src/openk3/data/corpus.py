@@ -10,6 +10,7 @@ vendored copies, no generated code, no tables of data.
 
 import hashlib
 import os
+import re
 import sysconfig
 import zlib
 from collections import Counter
@@ -25,11 +26,14 @@ STDLIB = "python"
 PACKAGES = (STDLIB, "numpy", "networkx", "torch", "sympy", "matplotlib")
 
 _LEFT_OUT = frozenset(
-    "test tests testing site-packages dist-packages __pycache__ encodings pydoc_data lib2to3 "
-    "idlelib turtledemo ensurepip distutils _vendor vendor third_party extern _internal".split()
+    "test tests testing idle_test site-packages dist-packages __pycache__ encodings pydoc_data "
+    "_vendor vendor third_party extern _internal".split()
 )
-_MIN_BYTES, _MAX_BYTES = 1500, 120_000
+_MIN_BYTES, _MAX_BYTES = 1500, 150_000
 _MAX_LINE = 160
+_GENERATED = re.compile(
+    rb"(?i)generated (by|from|with|using)|do not edit|auto(matically)?-?generated"
+)
 _TABLE_BYTES = b"0123456789,"
 
 
@@ -39,7 +43,7 @@ def is_readable_source(text: bytes) -> bool:
         return False
     if b'"""' not in text or b"def " not in text:
         return False
-    if b"generated" in text[:1500].lower() or max(map(len, text.split(b"\n"))) > _MAX_LINE:
+    if _GENERATED.search(text, 0, 1500) or max(map(len, text.split(b"\n"))) > _MAX_LINE:
         return False
     if sum(map(text.count, _TABLE_BYTES)) > 0.12 * len(text):
         return False
@@ -54,7 +58,7 @@ class LocalCorpus:
     corpus is smaller; `packages` counts the bytes by package after an iteration.
     """
 
-    def __init__(self, num_bytes: int = 10_000_000, packages: tuple[str, ...] = PACKAGES) -> None:
+    def __init__(self, num_bytes: int = 8_000_000, packages: tuple[str, ...] = PACKAGES) -> None:
         if num_bytes < 1:
             raise ConfigError(f"the corpus size is {num_bytes} bytes; it must be positive")
         self.num_bytes = num_bytes
