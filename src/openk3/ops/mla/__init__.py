@@ -18,6 +18,7 @@ from openk3.errors import InputError
 from openk3.ops.packed import sequence_lengths
 
 Form = Literal["expanded", "absorbed"]
+MAX_SCORES = 1 << 26  # scores held at once when their maxima are wanted
 
 
 def attend(
@@ -83,17 +84,25 @@ def _expanded(q, latent, k_rope, kv_b, scale, want_peak) -> tuple[Tensor, Any]:
     k, v = expand(latent, k_rope, kv_b, heads, width - k_rope.shape[-1])
     q_BHTD, k_BHSD, v_BHSV = (x.transpose(1, 2) for x in (q, k, v))
     mask = _causal_mask(q.shape[1], k.shape[1], q.device)
+    if want_peak and q_BHTD.shape[:3].numel() * k.shape[1] <= MAX_SCORES:
+        o, peak = _explicit(q_BHTD, k_BHSD, v_BHSV, mask, scale)
+        return o.transpose(1, 2), peak
     square = mask is not None and q.shape[1] == k.shape[1]
     o = F.scaled_dot_product_attention(
-        q_BHTD,
-        k_BHSD,
-        v_BHSV,
-        attn_mask=None if square else mask,
-        is_causal=square,
-        scale=scale,
+        q_BHTD, k_BHSD, v_BHSV, None if square else mask, is_causal=square, scale=scale
     )
     peak = _peak(q_BHTD, k_BHSD, mask, scale) if want_peak else None
     return o.transpose(1, 2), peak
+
+
+def _explicit(q_BHTD, k_BHSD, v_BHSV, mask, scale) -> tuple[Tensor, Tensor]:
+    """Attention that shows its scores, so that their maxima cost no second product."""
+    wide = torch.float64 if q_BHTD.dtype == torch.float64 else torch.float32
+    scores = ((q_BHTD * scale) @ k_BHSD.transpose(-1, -2)).to(wide)
+    if mask is not None:
+        scores = scores + torch.zeros_like(mask, dtype=wide).masked_fill_(~mask, -torch.inf)
+    peak = scores.detach().amax((2, 3)).amax(0)
+    return scores.softmax(-1).to(v_BHSV.dtype) @ v_BHSV, peak
 
 
 def _absorbed(q, latent, k_rope, kv_b, scale, want_peak) -> tuple[Tensor, Any]:
@@ -111,7 +120,7 @@ def _absorbed(q, latent, k_rope, kv_b, scale, want_peak) -> tuple[Tensor, Any]:
         scores = scores.masked_fill(~mask, -torch.inf)
     weights = scores.softmax(-1).to(q.dtype)
     o_latent = torch.einsum("bhts,bsr->bthr", weights, latent)
-    peak = scores.detach().amax((0, 2, 3)) if want_peak else None
+    peak = scores.detach().amax((2, 3)).amax(0) if want_peak else None
     return torch.einsum("bthr,hvr->bthv", o_latent, v_up), peak
 
 
@@ -124,7 +133,13 @@ def _causal_mask(tokens: int, keys: int, device: torch.device) -> Tensor | None:
 
 @torch.no_grad()
 def _peak(q_BHTD: Tensor, k_BHSD: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    scores = (q_BHTD @ k_BHSD.transpose(-1, -2)).float() * scale
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    return scores.amax((0, 2, 3))
+    """Largest score of each head [H], a few queries at a time."""
+    rows = max(1, MAX_SCORES // (q_BHTD.shape[:2].numel() * k_BHSD.shape[2]))
+    peaks = []
+    for start in range(0, q_BHTD.shape[2], rows):
+        here = slice(start, start + rows)
+        scores = (q_BHTD[:, :, here] @ k_BHSD.transpose(-1, -2)).float() * scale
+        if mask is not None:
+            scores = scores.masked_fill_(~mask[here], -torch.inf)
+        peaks.append(scores.amax((2, 3)).amax(0))
+    return torch.stack(peaks).amax(0)
