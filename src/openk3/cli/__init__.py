@@ -10,6 +10,9 @@ from openk3.errors import OpenK3Error, nearest
 # verb -> (module with `main(argv) -> int`, one line for --help)
 VERBS: dict[str, tuple[str, str]] = {
     "doctor": ("openk3.cli.doctor", "what this machine has and what runs on it"),
+    "pretrain": ("openk3.cli.pretrain", "train a model from a recipe; stop and resume any time"),
+    "generate": ("openk3.cli.generate", "continue a text"),
+    "chat": ("openk3.cli.chat", "write a text together with a model"),
     "report": ("openk3.cli.report", "a run as one HTML page, and PNG plots"),
     "inspect": ("openk3.cli.inspect", "parameters, FLOPs and memory of a model; what files hold"),
     "convert": ("openk3.cli.convert", "rewrite a model folder: formats, layouts, shards"),

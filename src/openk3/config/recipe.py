@@ -24,9 +24,7 @@ class DataRecipe:
     eval_split: str = "heldout"
     """Split of the first folder that evaluation reads."""
     sequence_tokens: int = 512
-    """Tokens of one packed sequence."""
-    cross_documents: bool = False
-    """False resets memory and attention at every document start (`cu_seqlens`)."""
+    """Tokens of one packed row; documents in it do not see each other."""
     seed: int = 0
     """Order of the samples."""
 

@@ -114,6 +114,11 @@ class Trainer:
         self._check_guard(result)
 
     @property
+    def finished(self) -> bool:
+        """Whether the last step is done."""
+        return self.progress.step >= self.recipe.train.steps
+
+    @property
     def num_micro(self) -> int:
         """Micro-batches of one process per step."""
         share = self.recipe.train.batch_sequences // self.world.size

@@ -1,0 +1,39 @@
+"""`k3 generate` continues a text."""
+
+import sys
+import time
+
+from openk3.cli import common, speak
+
+
+def main(argv: list[str]) -> int:
+    """Run `k3 generate`. Returns the exit code."""
+    parser = common.parser("generate", 'Continue a text: k3 generate runs/quickstart "def "')
+    speak.add_options(parser, max_tokens=128)
+    parser.add_argument("prompt", nargs="?", default="", help="the text; - reads standard input")
+    common.add_threads(parser)
+    common.add_json(parser)
+    options = parser.parse_args(argv)
+    common.use_threads(options.threads)
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+
+    speaker = speak.open_speaker(options.model, options.device, options.dtype)
+    pieces: list[str] = []
+
+    def say(piece: str) -> None:
+        pieces.append(piece)
+        if not options.json:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+
+    if not options.json:
+        sys.stdout.write(prompt)
+    started = time.perf_counter()
+    new = speaker.complete(speaker.tokenizer.encode(prompt), options, say)
+    seconds = time.perf_counter() - started
+    if options.json:
+        facts = {"prompt": prompt, "text": "".join(pieces), "tokens": len(new), "seconds": seconds}
+        sys.stdout.write(common.json_text(facts))
+    else:
+        sys.stdout.write("\n")
+    return 0

@@ -1,0 +1,95 @@
+"""`k3 pretrain` trains a model from a recipe, alone or under torchrun; stop it at any time."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from openk3.cli import common
+from openk3.config.recipe import Recipe
+
+if TYPE_CHECKING:
+    from openk3.train.loop import Trainer
+
+
+def main(argv: list[str]) -> int:
+    """Run `k3 pretrain`. Returns the exit code: 130 when the run was asked to stop."""
+    recipe, options = _parse(argv)
+    common.use_threads(recipe.run.threads)
+    folder = run_folder(recipe, options.recipes)
+    trainer = train(recipe, folder, resume=options.resume == "auto")
+    if not trainer.world.is_main:
+        return 0 if trainer.finished else 130
+    if trainer.finished:
+        sys.stdout.write(summary(trainer, folder))
+        return 0
+    command = " ".join(["k3 pretrain", *_without_resume(argv), "--resume auto"])
+    sys.stderr.write(
+        f"stopped after step {trainer.progress.step} of {recipe.train.steps}; a checkpoint is in "
+        f"{folder / 'checkpoints'}\ngo on with: {command}\n"
+    )
+    return 130
+
+
+def _parse(argv: list[str]) -> tuple[Recipe, argparse.Namespace]:
+    parser = common.parser(
+        "pretrain",
+        "Train a model on token shards (k3 data build) as a recipe says.\n\n"
+        "  k3 pretrain recipes/nano.toml --data.train data/mine\n"
+        "  torchrun --nproc-per-node 8 -m openk3 pretrain recipes/micro.toml",
+    )
+    parser.add_argument(
+        "--resume",
+        choices=("never", "auto"),
+        default="never",
+        help="auto: go on from the newest checkpoint of the run folder, if it holds a run",
+    )
+    return common.parse_recipe(parser, Recipe, argv)
+
+
+def _without_resume(argv: Sequence[str]) -> list[str]:
+    kept, skip = [], False
+    for word in argv:
+        if not skip and not word.startswith("--resume"):
+            kept.append(word)
+        skip = word == "--resume"
+    return kept
+
+
+def run_folder(recipe: Recipe, files: Sequence[str]) -> Path:
+    """Where the run goes: as the recipe says, else runs/ and the last recipe's name."""
+    if recipe.run.folder:
+        return Path(recipe.run.folder)
+    return Path("runs") / (Path(files[-1]).stem if files else "pretrain")
+
+
+def train(recipe: Recipe, folder: Path, *, resume: bool = False) -> "Trainer":
+    """Train in `folder` until the last step or until asked to stop; write the report either way."""
+    from openk3.obs import log
+    from openk3.parallel.world import join
+    from openk3.report import write_report
+    from openk3.train.interrupt import stop_on_signals
+    from openk3.train.setup import training
+
+    with stop_on_signals() as stop, join(recipe.run.device) as world:
+        log.setup(rank=world.rank)
+        with training(recipe, folder, world, resume=resume) as trainer:
+            trainer.stop = stop
+            try:
+                trainer.fit()
+            finally:
+                if world.is_main:
+                    write_report(folder, plots=False)
+    return trainer
+
+
+def summary(trainer: "Trainer", folder: Path) -> str:
+    """What came out and what to do with it."""
+    done = trainer.progress
+    lines = [f"trained {done.step} steps, {done.tokens:,} tokens, {done.seconds:,.0f} s: {folder}"]
+    if (score := trainer.last_evaluation) is not None:
+        lines.append(f"held-out {score.bits_per_byte:.4f} bits/byte over {score.num_bytes:,} bytes")
+    lines.append(f"look:  {folder / 'report.html'}")
+    lines.append(f'talk:  k3 generate {folder} "def "    k3 chat {folder}')
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,87 @@
+"""What the verbs that let a model speak share: opening it, and its words as they come."""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from openk3.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from openk3.model.k3 import K3
+    from openk3.text.tokenizer import Tokenizer
+
+Say = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """A model and its tokenizer."""
+
+    model: "K3"
+    tokenizer: "Tokenizer"
+
+    def complete(
+        self, ids: list[int], options: Namespace, say: Callable[[str], object]
+    ) -> list[int]:
+        """Continue `ids`; `say` receives the text as soon as it is whole. Returns the new ids."""
+        import torch
+
+        decoder = self.tokenizer.stream_decoder(skip_special=True)
+        stops = {self.tokenizer.eos_id, self.model.config.eos_token_id}
+        new: list[int] = []
+
+        def take(step_ids: torch.Tensor) -> None:
+            new.append(int(step_ids[0]))
+            say(decoder.feed(new[-1]))
+
+        # a text begins after an end-of-text token, as in training
+        prompt = ids or [self.tokenizer.eos_id]
+        self.model.generate(
+            torch.tensor([prompt], device=self.model.lm_head.weight.device),
+            max_new_tokens=options.max_tokens,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            seed=options.seed,
+            stop_ids=sorted(stops),
+            on_token=take,
+        )
+        say(decoder.finish())
+        return new
+
+
+def add_options(parser: ArgumentParser, max_tokens: int) -> None:
+    """The model and how it speaks."""
+    parser.add_argument("model", type=Path, metavar="MODEL", help="a run folder or a model folder")
+    parser.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N")
+    parser.add_argument("--temperature", type=float, default=0.7, help="0 takes the likeliest")
+    parser.add_argument("--top-p", type=float, default=0.95, help="keep this much probability")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+
+
+def open_speaker(path: Path, device: str = "auto", dtype: str = "auto") -> Speaker:
+    """The model in a run folder, in one of its checkpoints, or in a published-format folder.
+
+    Raises CheckpointError or DataError saying what is missing.
+    """
+    import torch
+
+    from openk3.checkpoint.trained import is_training_output, load_trained
+    from openk3.parallel.world import pick_device
+    from openk3.text.tokenizer import load as load_tokenizer
+
+    place = pick_device(device)
+    name = dtype if dtype != "auto" else ("bfloat16" if place.type == "cuda" else "float32")
+    kind = getattr(torch, name)
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is no folder; train a model with k3 quickstart first")
+    if is_training_output(path):
+        trained = load_trained(path, device=place, dtype=kind)
+        home = path if (path / "checkpoints").is_dir() else path.parent.parent
+        return Speaker(trained.model, load_tokenizer(home))
+    from openk3 import checkpoint
+
+    return Speaker(checkpoint.load(path, device=str(place), dtype=kind), load_tokenizer(path))
