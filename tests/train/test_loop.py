@@ -172,14 +172,14 @@ def test_a_wish_to_stop_saves_and_resuming_ends_bitwise_the_same(data, tmp_path)
     recipe = tiny_recipe(data)
     whole, _ = run(recipe, tmp_path / "whole", loss=noisy_loss)
     with training(recipe, tmp_path / "r", World(), loss=noisy_loss) as trainer:
-        step = trainer._step
+        step = trainer.take_step
 
         def stop_after_three():
             step()
             if trainer.progress.step == 3:
                 trainer.stop.signal = 2
 
-        trainer._step = stop_after_three
+        trainer.take_step = stop_after_three
         assert not trainer.fit()
     assert (tmp_path / "r/checkpoints/step_00000003").is_dir()
     assert [r["what"] for r in rows(tmp_path / "r", "event")][-1] == "interrupt"

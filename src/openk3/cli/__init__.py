@@ -10,6 +10,7 @@ from openk3.errors import OpenK3Error, nearest
 # verb -> (module with `main(argv) -> int`, one line for --help)
 VERBS: dict[str, tuple[str, str]] = {
     "doctor": ("openk3.cli.doctor", "what this machine has and what runs on it"),
+    "quickstart": ("openk3.cli.quickstart", "train a small K3 here, in minutes, and let it speak"),
     "pretrain": ("openk3.cli.pretrain", "train a model from a recipe; stop and resume any time"),
     "generate": ("openk3.cli.generate", "continue a text"),
     "chat": ("openk3.cli.chat", "write a text together with a model"),

@@ -117,7 +117,9 @@ class RunRecipe:
     eval_every: int = 200
     """Steps between evaluations; 0 evaluates only at the end."""
     eval_tokens: int = 65536
-    """Held-out tokens of one evaluation; 0 reads the whole split."""
+    """Held-out tokens of an evaluation on the way; 0 reads the whole split."""
+    final_eval_tokens: int = 0
+    """Held-out tokens of the last evaluation; 0 reads the whole split."""
     sample_every: int = 0
     """Steps between samples; 0 samples only at the end."""
     sample_prompts: tuple[str, ...] = ("def ", "The ")

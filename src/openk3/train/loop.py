@@ -56,7 +56,8 @@ class Trainer:
     """Forward and backward, of a token at the recipe's sequence length."""
     deciding: dict[str, Any]
     """What a checkpoint must have been made with."""
-    eval_batches: Callable[[], Iterator[Batch]] | None = None
+    eval_batches: Callable[[int], Iterator[Batch]]
+    """Held-out batches of about so many tokens, 0 for all."""
     sampler: Sampler | None = None
     run: RunFolder | None = None
     checkpoints: CheckpointFolder | None = None
@@ -78,21 +79,26 @@ class Trainer:
 
         Raises DivergedError after too many bad steps in a row, StorageError when the disk is full.
         """
-        self.model.train()
-        self.model.track_max_logits()
+        self.prepare()
         steps = self.recipe.train.steps
         while self.progress.step < steps:
             if self._asked_to_stop():
                 self.save()
                 self._event("interrupt", f"stopped after step {self.progress.step}")
                 return False
-            self._step()
+            self.take_step()
             self._now_and_then(last=self.progress.step == steps)
         self.save()
         self._event("done", f"step {steps} of {steps}")
         return True
 
-    def _step(self) -> None:
+    def prepare(self) -> None:
+        """Put the model into training mode."""
+        self.model.train()
+        self.model.track_max_logits()
+
+    def take_step(self) -> None:
+        """One optimizer step on the next rows, and its row and line."""
         step, train = self.progress.step, self.recipe.train
         started = time.perf_counter()
         torch.manual_seed(derive_seed(train.seed, "step", step, self.world.rank))
@@ -154,7 +160,7 @@ class Trainer:
             for row in self.observer.rows(**self.axes()):
                 self._write(row)
         if self._due(run.eval_every, step) or last:
-            self.evaluate()
+            self.evaluate(run.final_eval_tokens if last else run.eval_tokens)
         if self._due(run.sample_every, step) or last:
             self._sample()
         if self._due(run.checkpoint_every, step) and not last:
@@ -164,12 +170,10 @@ class Trainer:
     def _due(every: int, step: int) -> bool:
         return every > 0 and step % every == 0
 
-    def evaluate(self) -> Evaluation | None:
-        """Score the held-out documents and write a row."""
-        if self.eval_batches is None:
-            return None
+    def evaluate(self, max_tokens: int) -> Evaluation:
+        """Score held-out documents, all if `max_tokens` is 0, and write a row."""
         started = time.perf_counter()
-        found = evaluate(self.model, self.eval_batches(), self.world)
+        found = evaluate(self.model, self.eval_batches(max_tokens), self.world)
         self.progress.seconds += time.perf_counter() - started
         self._write(
             EvalRow(

@@ -113,7 +113,7 @@ def build_trainer(
         loader=Loader(data.source, batch_rows, rank=world.rank, world_size=world.size),
         flops_per_token=training_flops_per_token(recipe.model, recipe.data.sequence_tokens),
         deciding=deciding(recipe, data),
-        eval_batches=lambda: held_out(recipe, data, world),
+        eval_batches=lambda max_tokens: held_out(recipe, data, world, max_tokens),
         peak_flops=peak * world.size if peak else None,
     )
 
@@ -142,8 +142,8 @@ def compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def held_out(recipe: Recipe, data: Data, world: World) -> Iterator[Batch]:
-    """This process's batches of one evaluation."""
+def held_out(recipe: Recipe, data: Data, world: World, max_tokens: int) -> Iterator[Batch]:
+    """This process's held-out batches, about `max_tokens` tokens in all, or everything if 0."""
     length = recipe.data.sequence_tokens
     split = data.datasets[0].split(recipe.data.eval_split)
     batches = eval_batches(
@@ -154,9 +154,8 @@ def held_out(recipe: Recipe, data: Data, world: World) -> Iterator[Batch]:
         rank=world.rank,
         world_size=world.size,
     )
-    limit = recipe.run.eval_tokens
     per_batch = EVAL_ROWS * (length - length // 4) * world.size
-    return islice(batches, max(1, limit // per_batch)) if limit else batches
+    return islice(batches, max(1, max_tokens // per_batch)) if max_tokens else batches
 
 
 def make_sampler(recipe: Recipe, model: K3, tokenizer: Tokenizer) -> Sampler:
