@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 import openk3
 from conftest import GOLDEN_SHARED
 from openk3.checkpoint.experts import stream_stats
+from openk3.model.vision import expand_media
 
 FOLDER = GOLDEN_SHARED / "golden" / "tiny_checkpoint"
 pytestmark = pytest.mark.skipif(not FOLDER.exists(), reason=f"{FOLDER} is not on this machine")
@@ -30,3 +31,14 @@ def test_text_logits_and_greedy_tokens(expected, experts):
     if stats is not None:
         assert stats.evictions > 0  # the cache was far too small for all experts
         assert stats.predicted > 0
+
+
+@torch.no_grad()
+def test_logits_with_two_images(expected):
+    model = openk3.load(FOLDER, dtype=torch.float32)
+    ids, grid_thws = expected["input/mm_ids"], expected["input/mm_grid_thw"]
+    images = {"pixel_values": expected["input/mm_pixel_values"], "grid_thws": grid_thws}
+    logits = model(ids, **images)
+    torch.testing.assert_close(logits, expected["output/mm_logits"], atol=5e-4, rtol=0)
+    expanded = expand_media(ids, grid_thws, model.config)
+    assert torch.equal(model(expanded, **images), logits)

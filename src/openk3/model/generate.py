@@ -18,6 +18,8 @@ def generate(
     model: "K3",
     input_ids: Tensor,
     *,
+    pixel_values: Tensor | None = None,
+    grid_thws: Tensor | None = None,
     max_new_tokens: int = 128,
     temperature: float = 1.0,
     top_p: float = 1.0,
@@ -27,9 +29,11 @@ def generate(
 ) -> Tensor:
     """The prompt and its continuation [B, T + n], n <= max_new_tokens.
 
-    input_ids [B, T >= 1]. temperature 0 is greedy; top_p keeps the smallest set of tokens with that
-    probability. stop_ids None is the config's end-of-message id; a row that stopped is filled with
-    the padding id until all have. on_token receives each step's ids [B]. Raises InputError.
+    input_ids [B, T >= 1]; pixel_values and grid_thws are the prompt's pictures, as `K3.forward`
+    takes them (compact ids are returned compact). temperature 0 is greedy; top_p keeps the smallest
+    set of tokens with that probability. stop_ids None is the config's end-of-message id; a row that
+    stopped is filled with the padding id until all have. on_token receives each step's ids [B].
+    Raises InputError.
     """
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
         raise InputError(f"generate needs a prompt [B, T >= 1], not {list(input_ids.shape)}")
@@ -47,9 +51,10 @@ def generate(
     model.eval()
     cache, pieces = DenseCache(), [input_ids]
     done = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-    ids = input_ids
+    ids, images = input_ids, {"pixel_values": pixel_values, "grid_thws": grid_thws}
     for _ in range(max_new_tokens):
-        logits = model(ids, state=cache, logits_for="last")[:, -1].float()
+        logits = model(ids, **images, state=cache, logits_for="last")[:, -1].float()
+        images = {}  # the cache has seen them
         chosen = sample(logits, temperature, top_p, rng)
         chosen = torch.where(done, model.config.pad_token_id, chosen)
         done |= torch.isin(chosen, stops)

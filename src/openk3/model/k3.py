@@ -3,6 +3,8 @@
     token -> embedding -> 93 layers of [ AttnRes mix -> KDA or Gated MLA -> AttnRes mix -> MoE ]
           -> AttnRes mix -> RMSNorm -> head
 
+    picture -> MoonViT-V2 -> projector -> rows in place of embeddings
+
 Three KDA layers to one Gated MLA layer, MLA last; the first FFN is dense, the rest are Stable
 LatentMoE. No positions are encoded anywhere; the head is not tied to the embedding. Parameter names
 are the published ones, except that the experts of a layer are stacked.
@@ -22,9 +24,11 @@ from openk3.model.block import K3Layer, attn_res
 from openk3.model.cache import DenseCache
 from openk3.model.init import init_weights
 from openk3.model.layers import RMSNorm, linear
+from openk3.model.media import Prompt, make_room, require_vision, splice
 from openk3.model.mla import GatedMLA
 from openk3.model.moe import Router
 from openk3.model.ports import Context, LocalSequence, MixerState, Probe
+from openk3.model.vision import Projector, VisionTower
 
 
 class K3(nn.Module):
@@ -40,6 +44,9 @@ class K3(nn.Module):
         self.output_attn_res_proj = linear(dim, 1)
         self.norm = RMSNorm(dim, eps)
         self.lm_head = linear(config.hidden_size, config.vocab_size)
+        if config.vision is not None:
+            self.vision_tower = VisionTower(config.vision)
+            self.mm_projector = Projector(config.vision)
         if seed is not None:
             init_weights(self, config.initializer_range, seed)
 
@@ -48,15 +55,20 @@ class K3(nn.Module):
         input_ids: Tensor,
         *,
         cu_seqlens: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        grid_thws: Tensor | None = None,
         state: MixerState | None = None,
         logits_for: Literal["all", "last"] = "all",
     ) -> Tensor:
         """Next-token logits [B, T, vocab] of input_ids [B, T] int64 (or [B, 1, vocab] for "last").
 
         cu_seqlens [N + 1] packs N documents in one row (B = 1). With `state` the T tokens continue
-        the sequences it remembers. Raises InputError on ids or lengths out of range.
+        the sequences it remembers. pixel_values and grid_thws are the items at the media ids, in
+        order (see `images`): one id per row of an item, or at B = 1 one per item; then T grows.
+        Raises InputError on ids or lengths out of range, or pictures that do not fit the ids.
         """
-        h = self.hidden(input_ids, cu_seqlens=cu_seqlens, state=state)
+        images = {"pixel_values": pixel_values, "grid_thws": grid_thws}
+        h = self.hidden(input_ids, cu_seqlens=cu_seqlens, **images, state=state)
         return self.lm_head(h if logits_for == "all" else h[:, -1:])
 
     def hidden(
@@ -64,6 +76,8 @@ class K3(nn.Module):
         input_ids: Tensor,
         *,
         cu_seqlens: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        grid_thws: Tensor | None = None,
         state: MixerState | None = None,
         valid: Tensor | None = None,
         probe: Probe | None = None,
@@ -72,12 +86,29 @@ class K3(nn.Module):
 
         valid [B, T] bool: False marks padding, which Quantile Balancing must not count.
         """
+        if grid_thws is not None:
+            prompt = Prompt(input_ids, cu_seqlens, valid)
+            input_ids, cu_seqlens, valid = make_room(prompt, grid_thws, self.config)
         self._check(input_ids, cu_seqlens, state)
+        x = self.embed_tokens(input_ids)
+        if pixel_values is not None or grid_thws is not None:
+            x = splice(x, input_ids, self.images(pixel_values, grid_thws), self.config)
         sequence = LocalSequence(cu_seqlens, keep_state=state is not None)
-        h = self.trunk(self.embed_tokens(input_ids), Context(sequence, state, valid, probe))
+        h = self.trunk(x, Context(sequence, state, valid, probe))
         if isinstance(state, DenseCache):
             state.num_tokens += input_ids.shape[1]
         return h
+
+    def images(self, pixel_values: Tensor | None, grid_thws: Tensor | None) -> Tensor:
+        """Rows [R, d] of items, as they stand for embeddings (K3 report §2.4).
+
+        pixel_values [patches, 3, P, P] in [-1, 1], grid_thws [items, 3] int64 (frames, rows and
+        columns of patches): what `openk3.text.image` makes of pictures. Raises InputError.
+        """
+        require_vision(self.config)
+        if pixel_values is None or grid_thws is None:
+            raise InputError("pixel_values and grid_thws must be given together")
+        return self.mm_projector(self.vision_tower(pixel_values, grid_thws))
 
     def trunk(self, x: Tensor, ctx: Context) -> Tensor:
         """Embeddings [B, T, d] -> final hidden states [B, T, d]."""
