@@ -174,9 +174,9 @@ def test_packed_needs_packed_files(dense_folder):
 
 def test_the_whole_k3_on_the_meta_device_has_exactly_the_layouts_names():
     with torch.device("meta"):
-        model = empty_model(preset("k3", vision=None))
+        model = empty_model(preset("k3"))
     ours = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    theirs = {p.name: p.shape for p in layout.parameters(preset("k3", vision=None))}
+    theirs = {p.name: p.shape for p in layout.parameters(preset("k3"))}
     assert ours == theirs
     for name in ours:
         assert keeps_float32(name) == layout.is_float32(name)
