@@ -67,8 +67,13 @@ class K3(nn.Module):
         order (see `images`): one id per row of an item, or at B = 1 one per item; then T grows.
         Raises InputError on ids or lengths out of range, or pictures that do not fit the ids.
         """
-        images = {"pixel_values": pixel_values, "grid_thws": grid_thws}
-        h = self.hidden(input_ids, cu_seqlens=cu_seqlens, **images, state=state)
+        h = self.hidden(
+            input_ids,
+            cu_seqlens=cu_seqlens,
+            pixel_values=pixel_values,
+            grid_thws=grid_thws,
+            state=state,
+        )
         return self.lm_head(h if logits_for == "all" else h[:, -1:])
 
     def hidden(
