@@ -177,6 +177,11 @@ class ModelConfig:
         """KDA heads times head width."""
         return self.linear_attn.num_heads * self.linear_attn.head_dim
 
+    @property
+    def mtp_intermediate_size(self) -> int:
+        """Inner width of the MTP layer's dense FFN: what a token activates in an MoE layer."""
+        return (self.num_shared_experts + self.num_experts_per_token) * self.moe_intermediate_size
+
     def is_kda(self, layer: int) -> bool:
         """Whether the 0-based `layer` mixes tokens by KDA rather than by Gated MLA."""
         return layer + 1 not in self.linear_attn.full_attn_layers

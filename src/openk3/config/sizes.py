@@ -46,6 +46,8 @@ def parts(config: ModelConfig) -> list[Part]:
         Part("final norm", d, d, 0),
         Part("output head", vocab * d, vocab * d, vocab * d, "untied"),
     ]
+    if config.num_nextn_predict_layers:
+        found.append(_mtp(config))
     return found + (_vision(config.vision) if config.vision is not None else [])
 
 
@@ -106,6 +108,13 @@ def _dense(c: ModelConfig, count: int) -> list[Part]:
     params = count * 3 * c.hidden_size * c.intermediate_size
     note = f"{count} layers of {c.intermediate_size}"
     return [Part("dense FFN", params, params, params, note)] if count else []
+
+
+def _mtp(c: ModelConfig) -> Part:
+    """The extra layer guesses a second token; one token at a time does not pass through it."""
+    d = c.hidden_size
+    params = _mla(c, 1).params + 3 * d * c.mtp_intermediate_size + 2 * d * d + 5 * d
+    return Part("MTP layer", params, 0, 0, "1 layer")
 
 
 def _moe(c: ModelConfig, count: int) -> list[Part]:

@@ -27,6 +27,7 @@ from openk3.model.layers import RMSNorm, linear
 from openk3.model.media import Prompt, make_room, require_vision, splice
 from openk3.model.mla import GatedMLA
 from openk3.model.moe import Router
+from openk3.model.mtp import MTPLayer
 from openk3.model.ports import Context, LocalSequence, MixerState, Probe
 from openk3.model.vision import Projector, VisionTower
 
@@ -47,6 +48,7 @@ class K3(nn.Module):
         if config.vision is not None:
             self.vision_tower = VisionTower(config.vision)
             self.mm_projector = Projector(config.vision)
+        self.mtp = MTPLayer(config) if config.num_nextn_predict_layers else None
         if seed is not None:
             init_weights(self, config.initializer_range, seed)
 
@@ -124,6 +126,19 @@ class K3(nn.Module):
         norm, proj = self.output_attn_res_norm, self.output_attn_res_proj
         return self.norm(attn_res(bank, running, norm, proj, ctx, "output"))
 
+    def mtp_hidden(
+        self, hidden: Tensor, next_ids: Tensor, *, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """[B, T, d] whose head output predicts the token after next_ids [B, T], the tokens at t +
+        1.
+
+        hidden [B, T, d] as `hidden()` returns it. Needs num_nextn_predict_layers = 1.
+        """
+        if self.mtp is None:
+            raise InputError("this model has no MTP layer (num_nextn_predict_layers is 0)")
+        ctx = Context(LocalSequence(cu_seqlens))
+        return self.mtp(hidden, self.embed_tokens(next_ids), ctx)
+
     def _check(self, ids: Tensor, cu_seqlens: Tensor | None, state: MixerState | None) -> None:
         if ids.ndim != 2 or ids.is_floating_point():
             raise InputError(
@@ -169,7 +184,7 @@ class K3(nn.Module):
         return peaks
 
     def _mla_layers(self) -> dict[int, GatedMLA]:
-        return {m.layer: m for m in self.modules() if isinstance(m, GatedMLA)}
+        return {m.layer: m for m in self.layers.modules() if isinstance(m, GatedMLA)}
 
     def generate(self, input_ids: Tensor, **options) -> Tensor:
         """Continue input_ids [B, T]; see `openk3.model.generate.generate`."""

@@ -15,6 +15,7 @@ from openk3.config.recipe import OptimRecipe
 from openk3.data.loader import Batch
 from openk3.data.rows import IGNORE
 from openk3.model.k3 import K3
+from openk3.model.mtp import later_targets
 from openk3.model.ports import Probe
 from openk3.ops.loss import linear_cross_entropy
 from openk3.optim.clip import clip_mla_weights
@@ -22,6 +23,9 @@ from openk3.optim.optimizer import Optimizer
 from openk3.parallel.world import World
 from openk3.train.guard import Guard
 from openk3.train.masters import Masters
+
+MTP_WEIGHT = 0.3
+"""Share of the MTP layer's loss in the gradient."""
 
 
 class Loss(Protocol):
@@ -33,7 +37,20 @@ class Loss(Protocol):
 def next_token_loss(model: K3, batch: Batch, probe: Probe | None = None) -> Tensor:
     """Summed cross-entropy of every target, nats. Sequences of a batch do not see each other."""
     hidden = packed_hidden(model, batch, probe)
-    return linear_cross_entropy(hidden, model.lm_head.weight, batch.targets.view(1, -1))
+    loss = linear_cross_entropy(hidden, model.lm_head.weight, batch.targets.view(1, -1))
+    if model.mtp is None or not model.training:
+        return loss
+    # the gradient of the extra guess only; the reported loss stays that of the next token
+    extra = MTP_WEIGHT * mtp_loss(model, hidden, batch)
+    return loss + extra - extra.detach()
+
+
+def mtp_loss(model: K3, hidden: Tensor, batch: Batch) -> Tensor:
+    """Summed cross-entropy of the MTP layer's guesses of the token after next, nats."""
+    targets = batch.targets.view(1, -1)
+    guessed = model.mtp_hidden(hidden, targets.clamp(min=0), cu_seqlens=batch.cu_seqlens)
+    later = later_targets(batch.targets).view(1, -1)
+    return linear_cross_entropy(guessed, model.lm_head.weight, later)
 
 
 def packed_hidden(model: K3, batch: Batch, probe: Probe | None = None) -> Tensor:

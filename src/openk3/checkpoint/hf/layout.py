@@ -123,6 +123,9 @@ def parameters(config: ModelConfig) -> Iterator[Parameter]:
     yield Parameter("output_attn_res_proj.weight", (1, d))
     yield Parameter("norm.weight", (d,))
     yield Parameter("lm_head.weight", (config.vocab_size, d))
+    if config.num_nextn_predict_layers:
+        for name, shape in _mtp(config):
+            yield Parameter(f"mtp.{name}", shape)
     if config.vision is not None:
         for name, shape in _vision(config.vision):
             yield Parameter(name, shape)
@@ -209,6 +212,20 @@ def _mla(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "kv_b_proj.weight", (heads * kv_head, config.kv_lora_rank)
     yield "g_proj.weight", (heads * config.v_head_dim, d)
     yield "o_proj.weight", (d, heads * config.v_head_dim)
+
+
+def _mtp(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    d = config.hidden_size
+    yield "hnorm.weight", (d,)
+    yield "enorm.weight", (d,)
+    yield "eh_proj.weight", (d, 2 * d)
+    yield "input_layernorm.weight", (d,)
+    for name, shape in _mla(config):
+        yield f"self_attn.{name}", shape
+    yield "post_attention_layernorm.weight", (d,)
+    for name, shape in _mlp(d, config.mtp_intermediate_size):
+        yield f"mlp.{name}", shape
+    yield "norm.weight", (d,)
 
 
 def _mlp(width: int, inner: int) -> Iterator[tuple[str, tuple[int, ...]]]:
