@@ -52,7 +52,7 @@ def test_only_the_run_section_and_paths_are_free_to_differ_on_resume():
         ("optim", "lr", 1e-3),
         ("train", "steps", 7),
         ("data", "seed", 1),
-        ("model", "num_experts", 16),
+        ("model", "num_experts", 24),
     ]:
         changed = dataclasses.replace(getattr(base, section), **{name: value})
         other = dataclasses.replace(base, **{section: changed})
