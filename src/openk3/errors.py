@@ -37,6 +37,22 @@ class DivergedError(OpenK3Error, ArithmeticError):
     """Training met too many bad steps in a row."""
 
 
+class NotFoundError(OpenK3Error, LookupError):
+    """No sandbox, file, command or session of that name exists."""
+
+
+class ConflictError(OpenK3Error, RuntimeError):
+    """The thing is in a state, or busy with an operation, that does not allow this one now."""
+
+
+class LimitError(OpenK3Error, RuntimeError):
+    """A quota of the caller or of the machine is used up; nothing was started."""
+
+
+class DeniedError(OpenK3Error, PermissionError):
+    """The caller or the user inside a sandbox has no right to do this."""
+
+
 def nearest(name: str, allowed: "list[str] | tuple[str, ...] | set[str]") -> str:
     """A hint ` (did you mean 'x'?)` for messages about unknown names, or an empty string."""
     import difflib

@@ -1,0 +1,408 @@
+"""Commands: start, stream, time out, kill as whole families, outlive their caller when asked to."""
+
+import fcntl
+import os
+import resource
+import select
+import signal
+import struct
+import subprocess
+import termios
+import time
+from typing import Any
+
+from openk3.sandbox import frames
+from openk3.sandbox.agent.loop import Channel, Loop
+from openk3.sandbox.agent.tracker import MARK, alive, kill_all, make_tracker, send_signal
+from openk3.sandbox.agent.users import Users
+
+TAIL = 64 << 10  # bytes of output kept for whoever attaches later
+KEEP_FINISHED = 64  # finished detached commands whose result can still be asked for
+
+
+class Output:
+    """One pipe of a job. Bytes go to attached channels; without any, the newest are kept."""
+
+    def __init__(self, stream: int, fd: int) -> None:
+        self.stream, self.fd = stream, fd
+        self.open = True
+        self.tail = b""
+
+    def keep(self, piece: bytes) -> None:
+        self.tail = (self.tail + piece)[-TAIL:]
+
+
+class Job:
+    """One command and everything it started."""
+
+    def __init__(self, name: str, spec: dict[str, Any], process: subprocess.Popen[bytes]) -> None:
+        self.name, self.spec, self.process = name, spec, process
+        self.pid = process.pid
+        self.outputs: list[Output] = []
+        self.stdin: int | None = None
+        self.pending_input = bytearray()
+        self.input_eof = False
+        self.channels: list[Channel] = []
+        self.detached = bool(spec.get("detach"))
+        self.status: int | None = None  # as os.waitpid gives it
+        self.finished = False
+        self.timed_out = False
+        self.reason: str | None = None
+        self.num_output = 0
+
+    def result(self) -> dict[str, Any]:
+        code = os.waitstatus_to_exitcode(self.status) if self.status is not None else None
+        if code is None:
+            return {"pid": self.pid, "exit_code": None, "running": True}
+        return {
+            "pid": self.pid,
+            "exit_code": 128 - code if code < 0 else code,
+            "signal": -code if code < 0 else None,
+            "timed_out": self.timed_out,
+            "reason": self.reason,
+        }
+
+
+class Jobs:
+    """All commands of one sandbox."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+        self.users = Users()
+        self.env: dict[str, str] = {}
+        self.limits: dict[str, Any] = {}
+        self.tracker = make_tracker()
+        self.jobs: dict[str, Job] = {}
+        self._count = 0
+        loop.on_child = self.reap
+
+    # -- starting ---------------------------------------------------------------------------
+
+    def start(self, channel: Channel, spec: dict[str, Any]) -> None:
+        """CALL start: see `Sandbox.start` for the fields of `spec`."""
+        running = sum(not job.finished for job in self.jobs.values())
+        if running >= self.limits.get("commands", 256):
+            return channel.error("limit", f"{running} commands run already; wait or kill some")
+        self._count += 1
+        name = f"j{self._count}-{os.urandom(3).hex()}"
+        try:
+            job = self._spawn(name, spec)
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            return channel.error("input", f"cannot start {spec.get('cmd')!r}: {error}")
+        self.jobs[name] = job
+        self._attach(job, channel)
+        channel.event({"pid": job.pid, "job": name})
+        if timeout := spec.get("timeout"):
+            self.loop.at(time.monotonic() + timeout, lambda: self._time_out(job))
+        return None
+
+    def _spawn(self, name: str, spec: dict[str, Any]) -> Job:
+        user = self.users.find(spec.get("user"))
+        cwd = spec.get("cwd") or (user.home if os.path.isdir(user.home) else "/")
+        argv = _argv(spec["cmd"])
+        env = {
+            "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "HOME": user.home,
+            "USER": user.name,
+            "LOGNAME": user.name,
+            "SHELL": user.shell,
+            "LANG": "C.UTF-8",
+            **({"TERM": "xterm-256color"} if spec.get("tty") else {}),
+            **self.env,
+            **(spec.get("env") or {}),
+            MARK: name,
+        }
+        tty = spec.get("tty")
+        master = slave = None
+        if tty:
+            master, slave = os.openpty()
+            _resize(master, tty)
+            os.set_blocking(master, False)
+        stdin = slave if tty else subprocess.PIPE if spec.get("stdin") else subprocess.DEVNULL
+        out = slave if tty else subprocess.PIPE
+        self.tracker.enter(name)
+        try:
+            process = subprocess.Popen(
+                argv,
+                stdin=stdin,
+                stdout=out,
+                stderr=out,
+                cwd=cwd,
+                env=env,
+                start_new_session=True,
+                user=user.uid,
+                group=user.gid,
+                extra_groups=[user.gid] if not self.users.single else None,
+                preexec_fn=_own_terminal if tty else None,
+            )
+        except BaseException:
+            if master is not None:
+                os.close(master)
+            raise
+        finally:
+            self.tracker.leave()
+            if slave is not None:
+                os.close(slave)
+        job = Job(name, spec, process)
+        if master is not None:
+            job.outputs = [Output(frames.STREAM_TTY, master)]
+            job.stdin = os.dup(master)
+        else:
+            assert process.stdout, "Popen was given pipes"
+            assert process.stderr, "Popen was given pipes"
+            job.outputs = [
+                Output(frames.STREAM_OUT, os.dup(process.stdout.fileno())),
+                Output(frames.STREAM_ERR, os.dup(process.stderr.fileno())),
+            ]
+            process.stdout.close()
+            process.stderr.close()
+            if process.stdin:
+                job.stdin = os.dup(process.stdin.fileno())
+                process.stdin.close()
+                os.set_blocking(job.stdin, False)
+        for output in job.outputs:
+            os.set_blocking(output.fd, False)
+            self._listen(job, output)
+        return job
+
+    # -- output -----------------------------------------------------------------------------
+
+    def _listen(self, job: Job, output: Output) -> None:
+        def ready() -> None:
+            self._pump(job, output)
+
+        self.loop.watch(output.fd, ready)
+
+    def _pump(self, job: Job, output: Output) -> bool:
+        """Move one piece from the pipe. True when the pipe had nothing more to give now."""
+        room = min((channel.credit for channel in job.channels), default=frames.PIECE)
+        if room <= 0:
+            self.loop.unwatch(output.fd)  # resumes in _credit
+            return False
+        try:
+            piece = os.read(output.fd, min(room, frames.PIECE))
+        except BlockingIOError:
+            return True
+        except OSError:  # a terminal whose last user is gone answers EIO
+            piece = b""
+        if not piece:
+            self._close(output)
+            self._maybe_finish(job)
+            return True
+        if not job.finished:
+            self._deliver(job, output, piece)
+        return False
+
+    def _deliver(self, job: Job, output: Output, piece: bytes) -> None:
+        job.num_output += len(piece)
+        for channel in job.channels:
+            channel.data(output.stream, piece)
+        if not job.channels:
+            output.keep(piece)
+        limit = job.spec.get("output_limit") or self.limits.get("output_bytes")
+        if limit and job.num_output > limit and job.reason is None:
+            job.reason = "output_limit"
+            kill_all(self.tracker, job.name)
+
+    def _close(self, output: Output) -> None:
+        if output.open:
+            output.open = False
+            self.loop.unwatch(output.fd)
+            os.close(output.fd)
+
+    def _credit(self, job: Job) -> None:
+        for output in job.outputs:
+            if output.open and output.fd not in self.loop.readers:
+                self._listen(job, output)
+        self._maybe_finish(job)
+
+    # -- ending -----------------------------------------------------------------------------
+
+    def reap(self) -> None:
+        """SIGCHLD: collect every dead child; this process is init here."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if not pid:
+                return
+            for job in self.jobs.values():
+                if job.pid == pid and job.status is None:
+                    job.status = status
+                    job.process.returncode = os.waitstatus_to_exitcode(status)
+                    self._maybe_finish(job)
+                    break
+
+    def _maybe_finish(self, job: Job) -> None:
+        """End once the leader is dead and its output delivered, whoever else holds the pipe."""
+        if job.status is None or job.finished:
+            return
+        for output in job.outputs:
+            while output.open:
+                if min((channel.credit for channel in job.channels), default=1) <= 0:
+                    return
+                if self._pump(job, output):
+                    break
+            if job.finished:
+                return
+        job.finished = True
+        self._stop_input(job)
+        for channel in job.channels:
+            channel.end(job.result())
+        if job.channels or not job.detached:
+            self._forget(job)
+        job.channels = []
+        self._trim()
+
+    def _forget(self, job: Job) -> None:
+        self.jobs.pop(job.name, None)
+        self.tracker.forget(job.name)
+
+    def _trim(self) -> None:
+        finished = [job for job in self.jobs.values() if job.finished]
+        for job in finished[:-KEEP_FINISHED]:
+            self._forget(job)
+
+    def _time_out(self, job: Job) -> None:
+        if not job.finished:
+            job.timed_out = True
+            self.kill_family(job)
+
+    def kill_family(self, job: Job) -> None:
+        kill_all(self.tracker, job.name)
+        if alive(job.pid) and job.status is None:
+            send_signal([job.pid], signal.SIGKILL)
+        self.reap()
+
+    def _cancel(self, job: Job, channel: Channel) -> None:
+        job.channels = [other for other in job.channels if other is not channel]
+        self.loop.channels.pop(channel.number, None)
+        if not job.detached and not job.channels and not job.finished:
+            job.reason = "cancelled"
+            self.kill_family(job)
+        elif not job.finished:
+            self._credit(job)
+
+    def detach_all(self) -> None:
+        """The callers' machine was switched off: what runs goes on, for others to attach to."""
+        for job in self.jobs.values():
+            job.detached = True
+            job.channels = []
+            self._credit(job)
+
+    # -- talking to a running command -------------------------------------------------------
+
+    def find(self, selector: dict[str, Any]) -> Job | None:
+        for job in reversed(self.jobs.values()):
+            if selector.get("job") == job.name or selector.get("pid") == job.pid:
+                return job
+            if selector.get("tag") and selector["tag"] == job.spec.get("tag"):
+                return job
+        return None
+
+    def _attach(self, job: Job, channel: Channel) -> None:
+        job.channels.append(channel)
+        channel.on_credit = lambda: self._credit(job)
+        channel.on_cancel = lambda: self._cancel(job, channel)
+        channel.on_data = lambda piece: self.feed(job, channel, piece)
+        channel.on_eof = lambda: self.close_input(job)
+
+    def attach(self, channel: Channel, job: Job) -> None:
+        """CALL attach: the kept tail first, then live output."""
+        job.detached = True
+        channel.event({"pid": job.pid, "job": job.name})
+        for output in job.outputs:
+            if output.tail:
+                channel.data(output.stream, output.tail)
+                output.tail = b""
+        if job.finished:
+            channel.end(job.result())
+            self._forget(job)
+        else:
+            self._attach(job, channel)
+
+    def feed(self, job: Job, channel: Channel | None, piece: bytes) -> None:
+        """Bytes for the command's standard input; granted back once written."""
+        if job.stdin is None:
+            if channel:
+                channel.grant(len(piece))
+            return
+        job.pending_input += piece
+        self._push_input(job, channel)
+
+    def _push_input(self, job: Job, channel: Channel | None) -> None:
+        if job.stdin is None:
+            return
+        written = 0
+        try:
+            while job.pending_input:
+                count = os.write(job.stdin, job.pending_input[: frames.PIECE])
+                del job.pending_input[:count]
+                written += count
+        except BlockingIOError:
+            self.loop.watch(job.stdin, lambda: self._push_input(job, channel), select.POLLOUT)
+        except OSError:  # the command closed its input
+            self._stop_input(job)
+        else:
+            self.loop.unwatch(job.stdin)
+            if job.input_eof and job.spec.get("tty") is None:
+                self._stop_input(job)
+        if channel and written and channel.number in self.loop.channels:
+            channel.grant(written)
+
+    def close_input(self, job: Job) -> None:
+        job.input_eof = True
+        if job.spec.get("tty") and job.stdin is not None:
+            job.pending_input += b"\x04"
+        self._push_input(job, None)
+
+    def _stop_input(self, job: Job) -> None:
+        if job.stdin is not None:
+            self.loop.unwatch(job.stdin)
+            os.close(job.stdin)
+            job.stdin = None
+            job.pending_input.clear()
+
+    def signal(self, job: Job, number: int, family: bool) -> int:
+        if family and number == signal.SIGKILL:
+            self.kill_family(job)
+            return 1
+        pids = self.tracker.pids(job.name) if family else [job.pid]
+        return send_signal([pid for pid in pids if alive(pid)], number)
+
+    def resize(self, job: Job, tty: dict[str, int]) -> None:
+        if job.outputs and job.outputs[0].open and job.spec.get("tty"):
+            _resize(job.outputs[0].fd, tty)
+
+    def listing(self) -> list[dict[str, Any]]:
+        keys = ("cmd", "cwd", "env", "tag")
+        return [
+            {**{key: job.spec.get(key) for key in keys}, **job.result(), "job": job.name}
+            for job in self.jobs.values()
+        ]
+
+    def apply_limits(self, limits: dict[str, Any]) -> None:
+        """Limits every later command inherits. Root inside is exempt from the process count."""
+        self.limits = limits
+        count = int(limits.get("processes", 256))
+        resource.setrlimit(resource.RLIMIT_NPROC, (count, count))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _argv(cmd: str | list[str]) -> list[str]:
+    if isinstance(cmd, str):
+        shell = "/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh"
+        return [shell, "-l", "-c", cmd]
+    if not cmd:
+        raise ValueError("an empty command")
+    return list(cmd)
+
+
+def _resize(fd: int, tty: dict[str, int]) -> None:
+    size = struct.pack("HHHH", tty.get("rows", 24), tty.get("cols", 80), 0, 0)
+    fcntl.ioctl(fd, termios.TIOCSWINSZ, size)
+
+
+def _own_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)

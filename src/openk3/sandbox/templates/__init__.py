@@ -1,0 +1,1 @@
+"""Root file systems that sandboxes start from, and the runtime of the agent inside them."""

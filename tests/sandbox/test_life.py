@@ -1,0 +1,376 @@
+"""Pause, resume, fork and snapshot of gVisor machines. "Reported" marks faults of other systems."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from openk3.errors import CheckpointError, ConflictError, InputError, NotFoundError, StorageError
+from openk3.sandbox import Sandbox, State
+from openk3.sandbox.store.records import BoxRecord, ImageManifest
+
+
+def test_reported_files_and_processes_survive_every_cycle(aio, fresh):
+    """Files lost after the second resume; the second resume fails: five cycles of both."""
+
+    async def go() -> None:
+        counter = await fresh.start(
+            "n=0; while true; do n=$((n+1)); echo $n > /tmp/n; sleep 0.02; done", detach=True
+        )
+        counter.let_go()
+        last = 0
+        for cycle in range(5):
+            await fresh.run(f"echo {cycle} > f{cycle}")
+            await fresh.pause()
+            assert fresh.info.state == State.PAUSED
+            await fresh.resume()
+            listing = await fresh.run("cat f*; cat /tmp/n")
+            *files, count = listing.stdout.split()
+            assert files == [str(n) for n in range(cycle + 1)]
+            assert int(count) >= last
+            last = int(count)
+        assert last > 1
+
+    aio.run(go())
+
+
+def test_reported_late_write_without_sync_survives_pause_by_timeout(aio, pool):
+    async def go() -> None:
+        box = await Sandbox.create(pool=pool, timeout=1.0, on_timeout="pause")
+        script = "dd if=/dev/urandom of=big bs=1M count=8 2>/dev/null; sha256sum big"
+        before = (await box.run(script)).stdout
+        while (await box.refresh()).state != State.PAUSED:
+            await asyncio.sleep(0.05)
+        await box.resume(timeout=600)
+        assert (await box.run("sha256sum big")).stdout == before
+        await box.kill()
+
+    aio.run(go())
+
+
+def test_paused_sandbox_holds_no_process_and_keeps_its_clock(aio, home, fresh):
+    async def go() -> None:
+        await fresh.pause()
+        path = str(home.box(fresh.id)).encode()
+        for name in (name for name in os.listdir("/proc") if name.isdigit()):
+            try:
+                assert path not in open(f"/proc/{name}/cmdline", "rb").read()  # noqa: SIM115
+            except FileNotFoundError:
+                continue
+        await asyncio.sleep(1.0)
+        await fresh.resume()
+        inside = float((await fresh.run("date +%s.%N")).stdout)
+        assert abs(inside - time.time()) < 5
+
+    aio.run(go())
+
+
+def test_reported_connect_from_another_process_resumes(aio, home, fresh):
+    script = f"""
+import asyncio
+from openk3.sandbox import Pool, Sandbox
+async def go():
+    box = await Sandbox.connect({fresh.id!r}, pool=Pool({str(home.path)!r}))
+    print((await box.run("cat note")).stdout, end="")
+asyncio.run(go())
+"""
+
+    async def before() -> None:
+        await fresh.files.write("note", "still here")
+        await fresh.pause()
+
+    aio.run(before())
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("still here", 0), done.stderr
+    aio.run(fresh.refresh())
+    assert fresh.info.state == State.RUNNING
+
+
+def test_running_command_streams_on_through_snapshot_and_fork(aio, fresh):
+    """Reported: an image of a box with a live command cannot be restored, or its output stops."""
+
+    async def go() -> None:
+        script = "for i in $(seq 1 40); do echo L$i; sleep 0.05; done; echo end"
+        streaming = asyncio.create_task(fresh.run(script))
+        await asyncio.sleep(0.3)
+        await fresh.snapshot()
+        copies = await fresh.fork(2)
+        result = await streaming
+        assert result.stdout == "".join(f"L{i}\n" for i in range(1, 41)) + "end\n"
+        for copy in copies:
+            job = (await copy.processes())[0]
+            rest = (await (await copy.attach(pid=job["pid"])).wait()).stdout
+            assert rest.endswith("L40\nend\n")
+            await copy.kill()
+
+    aio.run(go())
+
+
+def test_reported_forks_get_identities_and_randomness_of_their_own(aio, fresh):
+    async def go() -> None:
+        script = (
+            "import random, os, time\nrandom.seed(1)\nopen('ready','w')\n"
+            "while not os.path.exists('go'): time.sleep(0.01)\n"
+            "print(random.random(), os.urandom(8).hex())"
+        )
+        job = await fresh.start(["python3", "-c", script], detach=True, tag="rng")
+        job.let_go()
+        await fresh.run("until [ -e ready ]; do sleep 0.01; done; echo mine > file")
+        copies = await fresh.fork(3)
+        everyone = [fresh, *copies]
+        drawn, names, generations = [], [], []
+        for member in everyone:
+            await member.run("touch go")
+            drawn += (await (await member.attach(tag="rng")).wait()).stdout.split()
+            names.append((await member.run("hostname; echo $K3_SANDBOX_ID")).stdout)
+            generations.append((await member.run("cat /run/k3/generation")).stdout)
+            assert (await member.refresh()).generation == generations[-1].strip()
+        assert len(set(drawn)) == 8
+        assert len(set(names)) == len(set(generations)) == 4
+        await copies[0].run("echo other > file")
+        assert [(await m.run("cat file")).stdout for m in everyone] == [
+            "mine\n",
+            "other\n",
+            "mine\n",
+            "mine\n",
+        ]
+        for copy in copies:
+            await copy.kill()
+
+    aio.run(go())
+
+
+def test_snapshot_is_immutable_and_outlives_its_sandbox(aio, pool, fresh):
+    async def go() -> None:
+        await fresh.run("echo one > f; mkdir d; echo x > d/x")
+        first = await fresh.snapshot("first")
+        await fresh.run("echo two > f; rm -r d; mkdir d; echo y > d/y")
+        second = await fresh.snapshot("second")
+        await fresh.pause()
+        paused = await fresh.snapshot("third")  # of a paused one: the same state again
+        await fresh.kill()
+        for saved, expected in (
+            (first, "one\nd/x\n"),
+            (second, "two\nd/y\n"),
+            (paused, "two\nd/y\n"),
+        ):
+            copy = await Sandbox.create(saved.id, pool=pool)
+            assert (await copy.run("cat f; ls d/*")).stdout == expected
+            await copy.kill()
+            pool.delete_snapshot(saved.id)
+        with pytest.raises(NotFoundError):
+            await Sandbox.create(first.id, pool=pool)
+
+    aio.run(go())
+
+
+def _disk_bytes(home) -> int:
+    places = [home.images, home.layers, home.pages]
+    files = [file for place in places for file in place.rglob("*") if file.is_file()]
+    return sum(file.stat().st_blocks * 512 for file in files)
+
+
+def test_second_snapshot_costs_only_what_changed(aio, home, pool, fresh):
+    async def go() -> tuple[int, int]:
+        script = (
+            "import os, sys\nb = bytearray(os.urandom(100 << 20))\n"
+            "open('f', 'wb').write(os.urandom(100 << 20))\nprint('ready', flush=True)\n"
+            "for line in sys.stdin:\n b[:2 << 20] = os.urandom(2 << 20)\n"
+            " h = open('f', 'r+b'); h.write(os.urandom(1 << 20)); h.close()\n"
+            " print('touched', flush=True)"
+        )
+        job = await fresh.start(["python3", "-c", script], stdin=True)
+        assert await anext(job) == ("stdout", b"ready\n")
+        await fresh.snapshot("big")
+        first = _disk_bytes(home)
+        await job.send(b"go\n")
+        assert await anext(job) == ("stdout", b"touched\n")
+        await fresh.snapshot("big again")
+        second = _disk_bytes(home)
+        await job.kill()
+        return first, second
+
+    first, second = aio.run(go())
+    pool.delete_snapshot("big")
+    pool.delete_snapshot("big again")
+    assert first > 200 << 20
+    # a sealed upper holds the whole of a file that was changed in a lower layer
+    assert second - first < (8 << 20) + (100 << 20)
+
+
+def test_reported_failed_pause_leaves_the_sandbox_running(aio, home, fresh):
+    """Two ways to fail: no folder for the image, and a file that cannot be saved."""
+
+    async def go() -> None:
+        os.rename(home.tmp, home.path / "tmp-away")
+        (home.path / "tmp").write_text("in the way")
+        try:
+            with pytest.raises(StorageError, match="memory image"):
+                await fresh.pause()
+            assert (await fresh.run("echo alive")).stdout == "alive\n"
+        finally:
+            (home.path / "tmp").unlink()
+            os.rename(home.path / "tmp-away", home.tmp)
+        holder = await fresh.start("exec 3>gone; rm gone; echo held; sleep 1000")
+        await anext(holder)
+        with pytest.raises(ConflictError, match="runs on"):
+            await fresh.pause()
+        assert (await fresh.refresh()).state == State.RUNNING
+        assert (await fresh.run("echo alive")).stdout == "alive\n"
+        await holder.kill()
+        await fresh.pause()
+
+    aio.run(go())
+
+
+def test_commit_that_fails_after_the_checkpoint_goes_on_from_memory(aio, home, fresh):
+    async def go() -> None:
+        await fresh.run("echo kept > f")
+        os.rename(home.images, home.path / "images-away")
+        try:
+            with pytest.raises(StorageError, match="could not save"):
+                await fresh.pause()
+        finally:
+            os.rename(home.path / "images-away", home.images)
+        assert (await fresh.run("cat f")).stdout == "kept\n"
+        await fresh.pause()
+        await fresh.resume()
+        assert (await fresh.run("cat f")).stdout == "kept\n"
+
+    aio.run(go())
+
+
+def test_reported_damaged_image_is_a_clean_error_and_deletable(aio, home, pool, fresh):
+    async def go() -> None:
+        await fresh.run("echo one > f")
+        await fresh.pause()
+        record = BoxRecord.load(BoxRecord.path(home, fresh.id))
+        image = home.images / record.image / "pages.img"
+        with open(image, "r+b") as handle:
+            handle.seek(image.stat().st_size // 2)
+            handle.write(b"\xff" * 8192)
+        with pytest.raises(CheckpointError, match="damaged"):
+            await fresh.resume()
+        assert (await fresh.refresh()).state == State.PAUSED
+        assert await fresh.kill()
+        assert not await fresh.kill()
+        with pytest.raises(NotFoundError):
+            await Sandbox.connect(fresh.id, pool=pool)
+
+    aio.run(go())
+
+
+def test_previous_generation_stays_until_the_new_one_answered(aio, home, pool, fresh):
+    async def go() -> None:
+        await fresh.run("echo one > f")
+        await fresh.pause()
+        first = BoxRecord.load(BoxRecord.path(home, fresh.id)).image
+        await fresh.resume()
+        await fresh.run("echo two > f")
+        await fresh.pause()
+        record = BoxRecord.load(BoxRecord.path(home, fresh.id))
+        assert record.previous == first
+        (home.images / record.image / "pages.img").write_bytes(b"")
+        with pytest.raises(CheckpointError):
+            await fresh.resume()
+        assert (home.images / first).exists()
+        await (await pool.resume(fresh.id, previous=True)).close()
+        assert (await fresh.run("cat f")).stdout == "one\n"
+
+    aio.run(go())
+
+
+def test_image_of_another_build_is_refused_by_name(aio, home, fresh):
+    async def go() -> None:
+        await fresh.pause()
+        record = BoxRecord.load(BoxRecord.path(home, fresh.id))
+        path = ImageManifest.path(home, record.image)
+        manifest = ImageManifest.load(path)
+        real, manifest.engine = manifest.engine, "0.0~20990101.0"
+        manifest.save(path)
+        with pytest.raises(CheckpointError, match="20990101"):
+            await fresh.resume()
+        manifest.engine = real
+        manifest.save(path)
+        await fresh.resume()
+        assert (await fresh.run("echo back")).stdout == "back\n"
+
+    aio.run(go())
+
+
+def test_reported_calls_while_pausing_get_a_reason(aio, fresh):
+    async def go() -> None:
+        await fresh.run("head -c 60000000 /dev/urandom > blob")
+        pausing = asyncio.create_task(fresh.pool.pause(fresh.id))
+        outcomes = []
+        while not pausing.done():
+            try:
+                outcomes.append((await fresh.run("echo yes")).stdout)
+            except ConflictError as error:
+                outcomes.append(str(error))
+            await asyncio.sleep(0.001)
+        await pausing
+        assert outcomes
+        assert {text for text in outcomes if text != "yes\n"}
+        assert all(
+            any(word in text for word in ("yes", "paus", "not running", "hung up"))
+            for text in outcomes
+        )
+        with pytest.raises(ConflictError, match="paused already"):
+            await fresh.pool.pause(fresh.id)
+        with pytest.raises(ConflictError, match="not running"):
+            await fresh.run("true")
+        await fresh.resume()
+        with pytest.raises(ConflictError, match="runs already"):
+            await fresh.resume()
+
+    aio.run(go())
+
+
+def test_fork_while_writing_is_consistent(aio, fresh):
+    async def go() -> None:
+        script = (
+            "import os\nn = 0\nwhile True:\n n += 1\n"
+            " open('a.tmp', 'w').write('%d %d' % (n, -n)); os.rename('a.tmp', 'a')"
+        )
+        writer = await fresh.start(["python3", "-c", script])
+        await fresh.run("until [ -e a ]; do sleep 0.01; done")
+        copies = await fresh.fork(2)
+        for copy in copies:
+            first, second = (await copy.files.read_text("a")).split()
+            assert int(first) == -int(second)
+            assert await copy.kill()
+        await writer.kill()
+
+    aio.run(go())
+
+
+def test_command_time_limit_does_not_run_while_paused(aio, fresh):
+    async def go() -> None:
+        job = await fresh.start("sleep 2.5; echo done", timeout=60, detach=True, tag="t")
+        job.let_go()
+        quick = await fresh.start("sleep 1000", timeout=4, detach=True, tag="quick")
+        quick.let_go()
+        await fresh.pause()
+        await asyncio.sleep(4.5)
+        await fresh.resume()
+        running = {row["tag"] for row in await fresh.processes() if row.get("running")}
+        assert "quick" in running
+        assert (await (await fresh.attach(tag="t")).wait()).stdout == "done\n"
+        assert (await (await fresh.attach(tag="quick")).wait()).timed_out
+
+    aio.run(go())
+
+
+def test_wrong_arguments_are_named(aio, pool):
+    with pytest.raises(InputError, match="on_timeout"):
+        aio.run(Sandbox.create(pool=pool, on_timeout="stop"))
+    with pytest.raises(InputError, match="gvisor"):
+        aio.run(Sandbox.create(pool=pool, backend="gvisr"))
+    with pytest.raises(NotFoundError, match="there are"):
+        aio.run(Sandbox.create("no-such-template", pool=pool))
+    with pytest.raises(NotFoundError):
+        aio.run(Sandbox.connect("../../etc", pool=pool))
