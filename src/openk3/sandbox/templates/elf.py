@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 from openk3.errors import BackendError
@@ -62,7 +63,7 @@ class Root:
             else:
                 self.put(path, f"{homes[0] if homes else '/usr/lib'}/{name}")
 
-    def put_programs(self, names: list[str]) -> list[str]:
+    def put_programs(self, names: Iterable[str]) -> list[str]:
         """Copy programs found on PATH to /usr/bin; the names this machine lacks."""
         found = {name: shutil.which(name) for name in names}
         places = {name: Path(os.path.realpath(place)) for name, place in found.items() if place}
