@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from openk3.errors import InputError
-from openk3.ops.packed import sequence_lengths
+from openk3.ops.packed import Gather, Scatter, sequence_lengths, spaced_layout
 
 
 def short_conv(
@@ -38,21 +38,24 @@ def short_conv(
             F.pad(x, (0, 0, max(taps - tokens, 0), 0))[:, -taps:] if output_final_state else None
         )
         return _filter(padded.to(wide), weight_DW, tokens).to(x.dtype), final
+    num = len(lengths)
     if initial_state is None:
-        initial_state = x.new_zeros(len(lengths), taps, dim)
-    if initial_state.shape != (len(lengths), taps, dim):
+        initial_state = x.new_zeros(num, taps, dim)
+    if initial_state.shape != (num, taps, dim):
         raise InputError(
-            f"conv initial_state must be [{len(lengths)}, {taps}, {dim}], not "
-            f"{list(initial_state.shape)}"
+            f"conv initial_state must be [{num}, {taps}, {dim}], not {list(initial_state.shape)}"
         )
-    rows = x.unbind(0) if cu_seqlens is None else x[0].split(lengths)
-    pieces, finals = [], []
-    for row, state in zip(rows, initial_state.to(x.dtype), strict=True):
-        history = torch.cat([state, row])
-        pieces.append(_filter(history[1:].to(wide), weight_DW, row.shape[0]))
-        finals.append(history[-taps:])
-    y = torch.stack(pieces) if cu_seqlens is None else torch.cat(pieces)[None]
-    return y.to(x.dtype), torch.stack(finals) if output_final_state else None
+    if cu_seqlens is None:
+        history = torch.cat([initial_state.to(x.dtype), x], 1)
+        y = _filter(history[:, 1:].to(wide), weight_DW, tokens)
+        return y.to(x.dtype), history[:, -taps:] if output_final_state else None
+    # each sequence behind the W inputs before it, in one long row that is filtered at once
+    spaced = spaced_layout(tuple(lengths), taps, x.device)
+    row = Scatter.apply(x[0], spaced.slots, tokens + num * taps)
+    row = row.index_copy(0, spaced.gaps, initial_state.to(x.dtype).flatten(0, 1))
+    y = _filter(row[1:].to(wide), weight_DW, row.shape[0] - taps)
+    y = Gather.apply(y, spaced.slots - taps)[None].to(x.dtype)
+    return y, row[spaced.ends].unflatten(0, (num, taps)) if output_final_state else None
 
 
 def _filter(padded: Tensor, weight_DW: Tensor, tokens: int) -> Tensor:

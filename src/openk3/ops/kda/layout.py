@@ -10,6 +10,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from openk3.ops.packed import Gather, Scatter
+
 
 @dataclass(frozen=True)
 class ChunkLayout:
@@ -42,7 +44,7 @@ class ChunkLayout:
             n, m = self.uniform
             chunks = x.reshape(n, m, self.chunk_size, heads, dim)
             return chunks.permute(1, 0, 3, 2, 4).reshape(n * m, heads, self.chunk_size, dim)
-        rows = _Scatter.apply(x.flatten(0, 1), self.slots, self.num_chunks * self.chunk_size)
+        rows = Scatter.apply(x.flatten(0, 1), self.slots, self.num_chunks * self.chunk_size)
         return rows.view(-1, self.chunk_size, heads, dim).transpose(1, 2)
 
     def to_tokens(self, x: Tensor, shape: tuple[int, int, int]) -> Tensor:
@@ -52,35 +54,7 @@ class ChunkLayout:
             heads, dim = shape[1:]
             rows = x.view(m, n, heads, self.chunk_size, dim).permute(1, 0, 3, 2, 4)
             return rows.reshape(shape)
-        return _Gather.apply(x.transpose(1, 2).flatten(0, 1), self.slots)
-
-
-class _Scatter(torch.autograd.Function):
-    """rows[slots] = x into zeros; slots are distinct, so the gradient is a plain gather."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, slots: Tensor, num_slots: int) -> Tensor:
-        ctx.save_for_backward(slots)
-        return x.new_zeros(num_slots, *x.shape[1:]).index_copy_(0, slots, x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return grad.index_select(0, ctx.saved_tensors[0]), None, None
-
-
-class _Gather(torch.autograd.Function):
-    """x[slots]; slots are distinct, so the gradient is a plain copy into zeros."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, slots: Tensor) -> Tensor:
-        ctx.save_for_backward(slots)
-        ctx.num_slots = x.shape[0]
-        return x.index_select(0, slots)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        (slots,) = ctx.saved_tensors
-        return grad.new_zeros(ctx.num_slots, *grad.shape[1:]).index_copy_(0, slots, grad), None
+        return Gather.apply(x.transpose(1, 2).flatten(0, 1), self.slots)
 
 
 @lru_cache(maxsize=64)

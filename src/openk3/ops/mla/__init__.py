@@ -8,6 +8,7 @@ attention runs on the latents themselves (decoding).
 Legend: B batch, T queries, S keys, H heads, R latent width, D key width, V value width.
 """
 
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from openk3.errors import InputError
-from openk3.ops.packed import sequence_lengths
+from openk3.ops.packed import length_groups, sequence_lengths
 
 Form = Literal["expanded", "absorbed"]
 MAX_SCORES = 1 << 26  # scores held at once when their maxima are wanted
@@ -51,21 +52,13 @@ def attend(
         )
     if latent.shape[1] < tokens:
         raise InputError(f"{tokens} queries need at least as many keys, not {latent.shape[1]}")
-    scale = width**-0.5 if scale is None else scale
+    scale = float(width**-0.5) if scale is None else scale
     core = _expanded if form == "expanded" else _absorbed
     if cu_seqlens is None:
         o, peak = core(q, latent, k_rope, kv_b, scale, return_max_logits)
     else:
         lengths = sequence_lengths(batch, tokens, cu_seqlens)
-        pieces = [
-            core(*piece, kv_b, scale, return_max_logits)
-            for piece in zip(
-                q.split(lengths, 1), latent.split(lengths, 1), k_rope.split(lengths, 1), strict=True
-            )
-            if piece[0].shape[1]
-        ]
-        o = torch.cat([piece[0] for piece in pieces], 1)
-        peak = torch.stack([p[1] for p in pieces]).amax(0) if return_max_logits else None
+        o, peak = _packed(core, q, latent, k_rope, kv_b, scale, return_max_logits, lengths)
     return (o, peak) if peak is not None else o
 
 
@@ -77,6 +70,38 @@ def expand(
     k_nope, v = kv[..., :nope], kv[..., nope:]
     shared = k_rope[:, :, None].expand(-1, -1, heads, -1)
     return torch.cat([k_nope, shared], -1), v
+
+
+def _packed(
+    core: Any,
+    q: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    kv_b: Tensor,
+    scale: float,
+    want_peak: bool,
+    lengths: list[int],
+) -> tuple[Tensor, Any]:
+    """The sequences of a row, those of similar length as one batch.
+
+    A batch is padded behind its sequences: causal queries never see that, and what padded queries
+    compute is dropped. As their keys' and values' copies they repeat the sequence's last token, so
+    a padded query's scores are scores of a real query over its own past.
+    """
+    starts = [0, *accumulate(lengths)]
+    outputs, places, peaks = [], [], []
+    for group in length_groups(lengths):
+        last = torch.tensor([[lengths[n] - 1] for n in group])
+        position = torch.arange(int(last.max()) + 1)
+        index = torch.tensor([[starts[n]] for n in group]) + torch.minimum(position, last)
+        kept = (position <= last).flatten().nonzero()[:, 0]
+        places.append(index.flatten()[kept])
+        index, kept = index.to(q.device), kept.to(q.device)
+        o, peak = core(*(x[0, index] for x in (q, latent, k_rope)), kv_b, scale, want_peak)
+        outputs.append(o.flatten(0, 1)[kept])
+        peaks.append(peak)
+    order = torch.cat(places).argsort().to(q.device)
+    return torch.cat(outputs)[order][None], torch.stack(peaks).amax(0) if want_peak else None
 
 
 def _expanded(q, latent, k_rope, kv_b, scale, want_peak) -> tuple[Tensor, Any]:
