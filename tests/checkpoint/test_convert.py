@@ -13,6 +13,7 @@ from openk3.checkpoint.convert import files_of_rank, lossless, verify
 from openk3.checkpoint.hf.folder import open_folder
 from openk3.checkpoint.hf.layout import from_file
 from openk3.checkpoint.hf.save import Target
+from openk3.checkpoint.trained import load_trained
 from openk3.cli import main
 from openk3.errors import InputError
 
@@ -45,6 +46,35 @@ def test_there_and_back_again_changes_no_value(folder, tmp_path, chain):
     assert {n: (e.shape, e.dtype) for n, e in first.entries.items()} == {
         n: (e.shape, e.dtype) for n, e in last.entries.items()
     }
+
+
+def test_to_training_and_back(folder, tmp_path):
+    (folder / "tokenizer.json").write_text("{}")
+    assert k3("convert", folder, tmp_path / "run", "--layout", "training", "--verify") == 0
+    trained = load_trained(tmp_path / "run")
+    wide = openk3.load(folder, dtype=torch.float32).state_dict()
+    assert trained.step == 0
+    assert all(torch.equal(v, wide[n]) for n, v in trained.model.state_dict().items())
+    back = tmp_path / "back"
+    assert k3("convert", tmp_path / "run", back, "--experts", "mxfp4", "--dtype", "bfloat16",
+              "--verify") == 0  # fmt: skip
+    assert same(folder, back)
+    assert (back / "tokenizer.json").exists()
+    step = tmp_path / "run" / "checkpoints" / "step_00000000"
+    assert k3("convert", step, tmp_path / "again") == 0
+    again = openk3.load(tmp_path / "again").state_dict()
+    assert all(torch.equal(again[n], v) for n, v in wide.items())
+
+
+def test_a_torn_training_checkpoint_is_refused(folder, tmp_path, capsys):
+    assert k3("convert", folder, tmp_path / "run", "--layout", "training") == 0
+    step = tmp_path / "run" / "checkpoints" / "step_00000000"
+    raw = bytearray((step / "model.safetensors").read_bytes())
+    raw[-1] ^= 1
+    (step / "model.safetensors").write_bytes(raw)
+    assert k3("convert", step, tmp_path / "x") == 1
+    assert "corrupt" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
 
 
 def test_stacked_names_are_the_models_own(folder, tmp_path):

@@ -7,12 +7,14 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from openk3.checkpoint.hf.folder import Survey, open_folder, read_json
+from openk3.checkpoint.bridge import open_model
+from openk3.checkpoint.hf.folder import Survey, read_json
 from openk3.checkpoint.hf.layout import is_float32
 from openk3.checkpoint.hf.load import load
 from openk3.checkpoint.hf.read import FileReader
 from openk3.checkpoint.hf.save import RANKS, Target, planned_bytes, write_weights
 from openk3.checkpoint.hf.source import FolderSource
+from openk3.checkpoint.trained import is_training_output, load_trained
 from openk3.errors import CheckpointError, InputError
 
 _BITS = {"MXFP4": 0, "F16": 2, "BF16": 2, "F32": 3}
@@ -38,14 +40,15 @@ def convert(
     *,
     progress: Callable[[int], None] | None = None,
 ) -> Survey:
-    """Write the model folder `source` anew as `target`, stored as `how` says.
+    """Write the model `source` anew as the folder `target`, stored as `how` says.
 
-    Works tensor by tensor, so memory stays at a few tensors whatever the size of the model.
-    Tokenizer, generation and processor files and inert config keys travel along. Returns what the
-    source holds. Raises CheckpointError for a bad source, InputError for a target in use or for
-    weights that cannot be stored that way, StorageError when the disk is full.
+    The source is a model folder, a training run or one of its checkpoints. Works tensor by tensor,
+    so memory stays at a few tensors whatever the size of the model. Tokenizer, generation and
+    processor files and inert config keys travel along. Returns what the source holds. Raises
+    CheckpointError for a bad source, InputError for a target in use or for weights that cannot be
+    stored that way, StorageError when the disk is full.
     """
-    found = open_folder(source)
+    found, companions = open_model(source)
     check(found, how)
     with FileReader(mapped=False) as reader:
         write_weights(
@@ -54,7 +57,7 @@ def convert(
             target,
             how,
             raw_config=found.raw_config,
-            companions=found.path,
+            companions=companions,
             progress=progress,
         )
     return found
@@ -94,7 +97,7 @@ def lossless(found: Survey, how: Target) -> bool:
 def verify(a: str | Path, b: str | Path, *, num_tokens: int = 48, seed: int = 0) -> Verdict:
     """Run the same random tokens through two folders, one after the other, in float32.
 
-    Experts are streamed, so each side needs memory for its other weights only.
+    Experts of model folders are streamed, so each needs memory for its other weights only.
     """
     first = _logits(a, num_tokens, seed)
     second = _logits(b, num_tokens, seed)
@@ -108,7 +111,10 @@ def verify(a: str | Path, b: str | Path, *, num_tokens: int = 48, seed: int = 0)
 
 
 def _logits(path: str | Path, num_tokens: int, seed: int) -> torch.Tensor:
-    model = load(path, dtype=torch.float32, experts="stream")
+    if is_training_output(path):
+        model = load_trained(path).model
+    else:
+        model = load(path, dtype=torch.float32, experts="stream")
     rng = torch.Generator().manual_seed(seed)
     ids = torch.randint(model.config.vocab_size, (1, num_tokens), generator=rng)
     return model(ids)[0].float()

@@ -18,17 +18,22 @@ def main(argv: list[str]) -> int:
     """Run `k3 convert`. Returns the exit code."""
     parser = common.parser(
         "convert",
-        "Write the model folder SOURCE anew as TARGET. Reads and writes one tensor at a time.\n\n"
+        "Write the model SOURCE anew as TARGET. Reads and writes one tensor at a time.\n\n"
         "published: one matrix per expert and the names of the real files.\n"
-        "stacked:   this project's own names, the experts of a layer in one tensor.",
+        "stacked:   this project's own names, the experts of a layer in one tensor.\n"
+        "training:  a run folder whose checkpoint of step 0 holds the weights, in float32.",
     )
-    parser.add_argument("source", metavar="SOURCE", help="a model folder")
+    parser.add_argument(
+        "source", metavar="SOURCE", help="a model folder, a training run or a checkpoint of one"
+    )
     parser.add_argument("target", metavar="TARGET", help="a folder that does not exist yet")
     parser.add_argument("--experts", choices=("keep", "mxfp4", "dense"), default="keep",
                         help="pack the routed experts as MXFP4, or unpack them")  # fmt: skip
     parser.add_argument("--dtype", choices=tuple(_DTYPES), default="keep",
                         help="of weights that are not MXFP4 and not always float32")  # fmt: skip
-    parser.add_argument("--layout", choices=("published", "stacked"), default="published")
+    parser.add_argument(
+        "--layout", choices=("published", "stacked", "training"), default="published"
+    )
     parser.add_argument("--expert-ranks", type=common.positive, default=1, metavar="R",
                         help="cut shards so that each of R ranks has its own experts")  # fmt: skip
     parser.add_argument("--max-shard-gb", type=float, default=5.0, metavar="GB",
@@ -40,15 +45,18 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     common.use_threads(options.threads)
 
+    from openk3.checkpoint.bridge import open_model, to_training
     from openk3.checkpoint.convert import check, convert, lossless, verify
-    from openk3.checkpoint.hf.folder import open_folder
 
-    found = open_folder(options.source)
+    found, _ = open_model(options.source)
     how = _target(options, found)
     started = time.monotonic()
     with Progress(check(found, how), "converting", "B") as bar:
-        convert(options.source, options.target, how, progress=bar.advance)
-    written = open_folder(options.target)
+        if options.layout == "training":
+            to_training(options.source, options.target, progress=bar.advance)
+        else:
+            convert(options.source, options.target, how, progress=bar.advance)
+    written, _ = open_model(options.target)
     facts = _facts(options, written, time.monotonic() - started)
     if options.verify:
         verdict = verify(options.source, options.target)
@@ -62,6 +70,8 @@ def _target(options: Any, found: "Survey") -> "Target":
     from openk3.checkpoint.hf.save import Target
 
     packed = found.packed_experts if options.experts == "keep" else options.experts == "mxfp4"
+    if options.layout == "training":
+        return Target(layout="stacked", dtype="F32")
     return Target(
         layout=options.layout,
         mxfp4_experts=packed,

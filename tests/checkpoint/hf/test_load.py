@@ -114,8 +114,9 @@ def test_inside_inference_mode_weights_are_ordinary_tensors(folder):
     assert not any(p.is_inference() for p in model.parameters())
 
 
-def test_loaded_weights_train(folder):
+def test_loaded_weights_train_also_after_generating(folder):
     model = openk3.load(folder, dtype=torch.float32).train()
+    model.generate(IDS, max_new_tokens=1)  # in inference mode; what it caches must not leak
     model(IDS).square().mean().backward()
     assert model.embed_tokens.weight.grad.abs().sum() > 0
 

@@ -77,8 +77,8 @@ class ExpertCache:
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="experts")
 
     def close(self) -> None:
-        """Wait for reads under way and end the threads."""
-        self._pool.shutdown(cancel_futures=True)
+        """Wait for the reads that were asked for and end the threads."""
+        self._pool.shutdown()
 
     def ahead(
         self, keys: Sequence[Hashable], *, keep: Sequence[Hashable] = (), predicted: bool = False

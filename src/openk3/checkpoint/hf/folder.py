@@ -80,7 +80,11 @@ def open_folder(path: str | Path, *, strict: bool = True) -> Survey:
 
     strict=False excuses missing and unknown tensors, never contradictions.
     """
-    found = survey(path)
+    return usable(survey(path), strict=strict)
+
+
+def usable(found: Survey, *, strict: bool = True) -> Survey:
+    """`found` itself; CheckpointError that lists its problems when it has any."""
     problems = [*found.wrong]
     if strict:
         problems += [f"missing: {name}" for name in found.missing]
@@ -89,8 +93,8 @@ def open_folder(path: str | Path, *, strict: bool = True) -> Survey:
         more = len(problems) - _SHOWN
         lines = problems[:_SHOWN] + ([f"... and {more} more"] if more > 0 else [])
         raise CheckpointError(
-            f"{path}: not a usable Kimi K3 checkpoint (`k3 inspect {path}` lists everything):\n  "
-            + "\n  ".join(lines)
+            f"{found.path}: not a usable Kimi K3 checkpoint (`k3 inspect {found.path}` lists "
+            "everything):\n  " + "\n  ".join(lines)
         )
     return found
 
@@ -119,13 +123,11 @@ def survey(path: str | Path) -> Survey:
         raise CheckpointError(
             f"{path}: {foreign}; this project reads Kimi K3 in MXFP4, BF16 or F32"
         )
-    found = Survey(path, config, raw, entries, wrong=wrong)
-    _compare(found)
-    return found
+    return compare(Survey(path, config, raw, entries, wrong=wrong))
 
 
-def _compare(found: Survey) -> None:
-    """Fill stacks, missing, unknown and wrong."""
+def compare(found: Survey) -> Survey:
+    """Hold the entries against the config: fills stacks, missing, unknown and wrong."""
     slots: dict[Slot, Entry] = {}
     for name, entry in found.entries.items():
         slot = from_file(name)
@@ -150,6 +152,7 @@ def _compare(found: Survey) -> None:
             f"config.json {'has a' if declared else 'has no'} quantization_config but the experts "
             f"are {'not ' if declared else ''}packed as MXFP4"
         )
+    return found
 
 
 def _collect(parameter: Parameter, slots: dict[Slot, Entry], found: Survey) -> Stack | None:

@@ -58,6 +58,7 @@ class ChunkLayout:
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)  # what generating caches, training saves for backward
 def chunk_layout(lengths: tuple[int, ...], chunk_size: int, device: torch.device) -> ChunkLayout:
     """The layout of sequences of these lengths (empty ones allowed)."""
     order = sorted(range(len(lengths)), key=lambda n: -lengths[n])

@@ -52,6 +52,7 @@ def unpack(packed: Tensor) -> Tensor:
 
 
 @cache
+@torch.inference_mode(False)  # cached for every later mode
 def _product_table(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Entry [scale << 8 | byte]: the byte's two values times the scale, rounded to `dtype` once.
 
