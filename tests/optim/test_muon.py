@@ -59,9 +59,9 @@ def little_model():
     }
 
 
-@pytest.mark.parametrize("max_batch", [1 << 27, 100])
+@pytest.mark.parametrize("max_batch", [1 << 27, 300, 100])
 def test_steps_equal_the_block_by_block_reference(monkeypatch, max_batch):
-    monkeypatch.setattr(muon_module, "MAX_BATCH_ELEMENTS", max_batch)
+    monkeypatch.setattr(muon_module, "CPU_BATCH_ELEMENTS", max_batch)
     lr, mu, wd = 0.02, 0.95, 0.1
     model = little_model()
     weights = {n: w.clone().requires_grad_() for n, (w, _) in model.items()}

@@ -3,11 +3,13 @@
 import dataclasses
 import math
 import os
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from openk3.checkpoint import training as checkpoints
 from openk3.checkpoint.training import read
 from openk3.errors import (
     CheckpointError,
@@ -113,6 +115,41 @@ def test_accumulation_is_a_mean_over_tokens(data):
     torch.testing.assert_close(found[0][2], found[1][2])
     for a, b in zip(found[0][3], found[1][3], strict=True):
         torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-4)
+
+
+def test_bfloat16_compute_follows_float32_and_resumes_bitwise(data, tmp_path):
+    change = {"train__steps": 6, "optim__lr": 1e-2, "run__checkpoint_every": 3}
+    low = tiny_recipe(data, train__compute_dtype="bfloat16", **change)
+    run(tiny_recipe(data, **change), tmp_path / "full")
+    whole, _ = run(low, tmp_path / "low")
+    losses = [[r["loss"] for r in rows(tmp_path / n, "step")] for n in ("full", "low")]
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
+    assert losses[1] != losses[0]
+    shutil.rmtree(tmp_path / "low/checkpoints/step_00000006")
+    again, _ = run(low, tmp_path / "low", resume=True)
+    for name, w in whole.stepper.masters.state().items():
+        assert torch.equal(w, again.stepper.masters.state()[name]), name
+    for name, p in again.model.named_parameters():
+        assert torch.equal(p, again.stepper.masters.weights[name].to(p.dtype)), name
+
+
+def test_a_disk_that_fills_up_stops_the_run_and_keeps_the_older_checkpoint(
+    data, tmp_path, monkeypatch
+):
+    def refuse(file, tensors, write=checkpoints._write_tensors):
+        if "step_00000004" in str(file):
+            raise OSError(28, "No space left on device")
+        write(file, tensors)
+
+    monkeypatch.setattr(checkpoints, "_write_tensors", refuse)
+    with pytest.raises(StorageError, match="step_00000004: No space left on device"):
+        run(tiny_recipe(data), tmp_path / "r")
+    assert os.listdir(tmp_path / "r/checkpoints") == ["step_00000002"]
+    monkeypatch.undo()
+    trainer, finished = run(tiny_recipe(data), tmp_path / "r", resume=True)
+    assert finished
+    assert [r["step"] for r in rows(tmp_path / "r", "step")] == list(range(1, 9))
+    assert trainer.progress.step == 8
 
 
 class Bad:

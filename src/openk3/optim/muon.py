@@ -18,8 +18,10 @@ from torch import Tensor
 
 from openk3.optim.newton_schulz import orthogonalize
 
-MAX_BATCH_ELEMENTS = 1 << 27
-"""Elements of one Newton-Schulz batch; bounds the scratch memory of large models."""
+CPU_BATCH_ELEMENTS = 1 << 17
+"""Elements of one Newton-Schulz batch on a CPU: its three matrices then stay in the cache."""
+GPU_BATCH_ELEMENTS = 1 << 27
+"""On a GPU: large enough to fill it, small enough to bound the scratch memory."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,9 @@ class Muon:
             dtype,
         )
         self.buffers = [torch.zeros_like(w) for w in self.weights]
-        self._batches = list(_plan(parameters))
+        on_cpu = all(w.device.type == "cpu" for w in self.weights)
+        self._limit = CPU_BATCH_ELEMENTS if on_cpu else GPU_BATCH_ELEMENTS
+        self._batches = list(_plan(parameters, self._limit))
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
@@ -85,8 +89,10 @@ class Muon:
     def _apply(self, batch: "list[_Slot]", updates: Sequence[Tensor], lr: float) -> None:
         views = [slot.view(updates[slot.parameter]) for slot in batch]
         height, width = views[0].shape[-2:]
-        stacked = torch.cat([v.reshape(-1, height, width).to(self.dtype) for v in views])
-        moved = orthogonalize(stacked, steps=self.steps)
+        flat = [v.reshape(-1, height, width).to(self.dtype) for v in views]
+        stacked = flat[0] if len(flat) == 1 else torch.cat(flat)
+        pieces = stacked.split(max(1, self._limit // (height * width)))
+        moved = torch.cat([orthogonalize(piece, steps=self.steps) for piece in pieces])
         pieces = moved.split([v.numel() // (height * width) for v in views])
         scale = -lr * 0.2 * math.sqrt(max(height, width))
         for slot, piece, view in zip(batch, pieces, views, strict=True):
@@ -98,7 +104,7 @@ class Muon:
         return dict(zip(self.names, self.buffers, strict=True))
 
 
-def _plan(parameters: Sequence[MuonParameter]) -> "Iterator[list[_Slot]]":
+def _plan(parameters: Sequence[MuonParameter], limit: int) -> "Iterator[list[_Slot]]":
     by_shape: dict[tuple[int, int], list[_Slot]] = {}
     for index, parameter in enumerate(parameters):
         start = 0
@@ -111,7 +117,7 @@ def _plan(parameters: Sequence[MuonParameter]) -> "Iterator[list[_Slot]]":
         elements = 0
         for slot in slots:
             size = slot.view(parameters[slot.parameter].weight).numel()
-            if batch and elements + size > MAX_BATCH_ELEMENTS:
+            if batch and elements + size > limit:
                 yield batch
                 batch, elements = [], 0
             batch.append(slot)
