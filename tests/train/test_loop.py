@@ -292,6 +292,7 @@ def test_no_room_is_said_before_the_folder_is_made(data, tmp_path, monkeypatch):
     ("change", "message"),
     [
         ({"data__train": ()}, "data.train names no dataset"),
+        ({"data__eval_split": "valid"}, "no split 'valid' to evaluate on.*--held-out"),
         ({"data__weights": (1.0, 2.0)}, "2 numbers for 1 datasets"),
         ({"train__micro_sequences": 3}, "must divide a process's share of 4"),
         ({"model": 200}, "vocabulary of 300, larger than the model's vocab_size"),
@@ -313,6 +314,12 @@ def test_settings_that_cannot_work(data, tmp_path, change, message):
     with pytest.raises(ConfigError, match=message):
         run(recipe, tmp_path / "r")
     assert not (tmp_path / "r").exists()
+
+
+def test_without_a_split_there_is_no_evaluation(data, tmp_path):
+    trainer, _ = run(tiny_recipe(data, data__eval_split="", train__steps=4), tmp_path / "r")
+    assert trainer.last_evaluation is None
+    assert rows(tmp_path / "r", "eval") == []
 
 
 def test_no_dataset_there(tmp_path):

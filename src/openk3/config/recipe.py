@@ -22,7 +22,7 @@ class DataRecipe:
     weights: tuple[float, ...] = ()
     """Sampling weight of each folder; empty means by size."""
     eval_split: str = "heldout"
-    """Split of the first folder that evaluation reads."""
+    """Split of the first folder that evaluation reads; empty means no evaluation."""
     sequence_tokens: int = 512
     """Tokens of one packed row; documents in it do not see each other."""
     seed: int = 0

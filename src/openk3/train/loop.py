@@ -159,7 +159,7 @@ class Trainer:
         if run.observe_every and (self._due(run.observe_every, step) or last or step == 1):
             for row in self.observer.rows(**self.axes()):
                 self._write(row)
-        if self._due(run.eval_every, step) or last:
+        if self.recipe.data.eval_split and (self._due(run.eval_every, step) or last):
             self.evaluate(run.final_eval_tokens if last else run.eval_tokens)
         if self._due(run.sample_every, step) or last:
             self._sample()

@@ -71,6 +71,11 @@ def open_data(recipe: Recipe) -> Data:
                 f"vocab_size ({config.vocab_size}); pass --model.vocab_size {dataset.vocab_size} "
                 "or build the data with a smaller --vocab-size"
             )
+    if settings.eval_split and settings.eval_split not in datasets[0].splits:
+        raise ConfigError(
+            f"{datasets[0].path} has no split {settings.eval_split!r} to evaluate on; build it "
+            'with --held-out above 0, or pass --data.eval_split "" to train without evaluation'
+        )
     sources = [Windows(d.split("train"), settings.sequence_tokens, settings.seed) for d in datasets]
     source: RowSource = sources[0]
     if len(sources) > 1:
