@@ -56,7 +56,7 @@ EXPECTED = {
     "layers.3.self_attn.kv_b_proj.weight": ("muon", (32, 32)),
     "layers.3.self_attn.g_proj.weight": ("muon", (32,)),
     "layers.3.self_attn.o_proj.weight": ("muon", (128,)),
-    "layers.3.block_sparse_moe.gate.weight": ("muon", (32,)),
+    "layers.3.block_sparse_moe.gate.weight": ("muon", (NANO.num_experts,)),
     "layers.3.block_sparse_moe.routed_expert_down_proj.weight": ("muon", (64,)),
     "layers.3.block_sparse_moe.routed_expert_up_proj.weight": ("muon", (128,)),
     "layers.3.block_sparse_moe.routed_expert_norm.weight": ("plain", ()),
