@@ -20,6 +20,7 @@ from torch import Tensor
 from openk3.checkpoint.hf.header import ITEM_BYTES, Entry
 from openk3.errors import CheckpointError
 from openk3.ops import mx
+from openk3.ops.mx import e2m1
 
 DTYPES = {
     "BF16": torch.bfloat16,
@@ -30,6 +31,7 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _BUFFER_BYTES = 256 << 10
 _JOB_BYTES = 16 << 20
+_GRAIN = 32768  # items of an operation that torch leaves on one thread; there are workers already
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -141,7 +143,9 @@ class FileReader:
             part = buffer[: min(_BUFFER_BYTES, num_bytes - done)]
             self.read_bytes(entry, offset + done, part)
             start, count = done // stored.itemsize, part.numel() // stored.itemsize
-            out[start : start + count].copy_(part.view(stored))
+            target = out[start : start + count]
+            for old, new in zip(part.view(stored).split(_GRAIN), target.split(_GRAIN), strict=True):
+                new.copy_(old)
         return num_bytes
 
     def _dequantise(self, packed: Entry, scale: Entry, start: int, out_NB: Tensor) -> int:
@@ -152,7 +156,10 @@ class FileReader:
             count, first = out.shape[0], start + done
             self.read_bytes(packed, packed.offset + first * half, data[: count * half])
             self.read_bytes(scale, scale.offset + first, codes[:count])
-            mx.dequantize(data[: count * half].view(-1, half), codes[:count, None], out=out)
+            blocks = data[: count * half].view(-1, half)
+            for begin in range(0, count, _GRAIN // half):
+                some = slice(begin, begin + _GRAIN // half)
+                e2m1.decode_into(blocks[some], codes[:count][some], out[some])
         return out_NB.shape[0] * (half + 1)
 
     def _buffer(self, slot: int, num_bytes: int) -> Tensor:
@@ -184,8 +191,13 @@ def run_jobs(
 ) -> None:
     """Run pieces of work on a few threads; the first error stops the rest and is raised."""
     workers = workers or min(8, os.cpu_count() or 1)
+    jobs = list(jobs)
+    size = max(1, len(jobs) // (workers * 32))  # a thousand tiny tensors are not a thousand tasks
     with ThreadPoolExecutor(workers) as pool:
-        futures = [pool.submit(job) for job in jobs]
+        futures = [
+            pool.submit(lambda batch: sum(job() for job in batch), jobs[start : start + size])
+            for start in range(0, len(jobs), size)
+        ]
         try:
             for future in futures:
                 done = future.result()
