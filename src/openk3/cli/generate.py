@@ -11,13 +11,18 @@ def main(argv: list[str]) -> int:
     parser = common.parser("generate", 'Continue a text: k3 generate runs/quickstart "def "')
     speak.add_options(parser, max_tokens=128)
     parser.add_argument("prompt", nargs="?", default="", help="the text; - reads standard input")
+    parser.add_argument("--expert-cache-gb", type=float, metavar="GB",
+                        help="leave the experts of a model folder on disk, behind a cache of so "
+                        "many 10^9 bytes, so that the model may be larger than memory")  # fmt: skip
     common.add_threads(parser)
     common.add_json(parser)
     options = parser.parse_args(argv)
     common.use_threads(options.threads)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
 
-    speaker = speak.open_speaker(options.model, options.device, options.dtype)
+    speaker = speak.open_speaker(
+        options.model, options.device, options.dtype, expert_cache_gb=options.expert_cache_gb
+    )
     pieces: list[str] = []
 
     def say(piece: str) -> None:
@@ -31,9 +36,14 @@ def main(argv: list[str]) -> int:
     started = time.perf_counter()
     new = speaker.complete(speaker.tokenizer.encode(prompt), options, say)
     seconds = time.perf_counter() - started
+    streamed = speaker.stream_stats()
     if options.json:
         facts = {"prompt": prompt, "text": "".join(pieces), "tokens": len(new), "seconds": seconds}
+        if streamed is not None:
+            facts["experts"] = {**vars(streamed), "hit_rate": streamed.hit_rate}
         sys.stdout.write(common.json_text(facts))
     else:
         sys.stdout.write("\n")
+        if streamed is not None:
+            print(f"expert cache: {streamed}", file=sys.stderr)
     return 0

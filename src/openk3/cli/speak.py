@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openk3.errors import CheckpointError
+from openk3.errors import CheckpointError, InputError
 
 if TYPE_CHECKING:
+    from openk3.checkpoint.experts import CacheStats
     from openk3.model.k3 import K3
     from openk3.text.tokenizer import Tokenizer
 
@@ -21,6 +22,12 @@ class Speaker:
 
     model: "K3"
     tokenizer: "Tokenizer"
+
+    def stream_stats(self) -> "CacheStats | None":
+        """Counts of the expert cache, if experts are streamed."""
+        from openk3.checkpoint.experts import stream_stats
+
+        return stream_stats(self.model)
 
     def complete(
         self, ids: list[int], options: Namespace, say: Callable[[str], object]
@@ -62,10 +69,13 @@ def add_options(parser: ArgumentParser, max_tokens: int) -> None:
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
 
 
-def open_speaker(path: Path, device: str = "auto", dtype: str = "auto") -> Speaker:
+def open_speaker(
+    path: Path, device: str = "auto", dtype: str = "auto", expert_cache_gb: float | None = None
+) -> Speaker:
     """The model in a run folder, in one of its checkpoints, or in a published-format folder.
 
-    Raises CheckpointError or DataError saying what is missing.
+    With expert_cache_gb the experts of a published-format folder are streamed from disk. Raises
+    CheckpointError or DataError saying what is missing.
     """
     import torch
 
@@ -79,9 +89,21 @@ def open_speaker(path: Path, device: str = "auto", dtype: str = "auto") -> Speak
     if not path.is_dir():
         raise CheckpointError(f"{path} is no folder; train a model with k3 quickstart first")
     if is_training_output(path):
+        if expert_cache_gb is not None:
+            raise InputError(
+                f"{path} is a training run, whose experts cannot be streamed; convert it first: "
+                f"k3 convert {path} FOLDER"
+            )
         trained = load_trained(path, device=place, dtype=kind)
         home = path if (path / "checkpoints").is_dir() else path.parent.parent
         return Speaker(trained.model, load_tokenizer(home))
     from openk3 import checkpoint
 
-    return Speaker(checkpoint.load(path, device=str(place), dtype=kind), load_tokenizer(path))
+    model = checkpoint.load(
+        path,
+        device=place,
+        dtype=kind,
+        experts="dequant" if expert_cache_gb is None else "stream",
+        expert_cache_gb=expert_cache_gb,
+    )
+    return Speaker(model, load_tokenizer(path))

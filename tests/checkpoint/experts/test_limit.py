@@ -6,8 +6,8 @@ import sys
 
 import pytest
 import torch
-from model_folders import CONFIG, random_tensor
 
+from model_folders import CONFIG, random_tensor
 from openk3.checkpoint.hf.configs import published_config
 from openk3.checkpoint.hf.folder import INDEX
 from openk3.checkpoint.hf.layout import from_file, published
