@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from openk3.config.dump import to_toml
+from openk3.text import tokenizer
 from tiny_run import tiny_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +40,12 @@ def test_text_to_published_files(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     out = tmp_path / "out"
     assert (out / "run/report.html").stat().st_size > 10_000
-    assert json.loads((out / "hf/config.json").read_text())["model_type"] == "kimi_k3"
+    config = json.loads((out / "hf/config.json").read_text())
+    assert config["model_type"] == "kimi_k3"
+    special = tokenizer.load(out / "data").special_tokens
+    assert config["eos_token_id"] == special["<|end_of_msg|>"]
+    assert config["pad_token_id"] == special["[PAD]"]
+    assert config["media_placeholder_token_id"] == special["<|media_pad|>"]
     rows = (out / "run/metrics.jsonl").read_text().splitlines()
     steps = [json.loads(row) for row in rows if json.loads(row)["kind"] == "step"]
     assert [row["step"] for row in steps] == list(range(1, 13))

@@ -1,5 +1,6 @@
 """From a recipe to a Trainer that is ready to fit: checks first, then data, weights, resume."""
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from openk3.obs.run import RunFolder, is_run, read_config
 from openk3.optim.groups import assign_all
 from openk3.optim.optimizer import Optimizer
 from openk3.parallel.world import World
+from openk3.text import special_tokens
 from openk3.text.tokenizer import Tokenizer
 from openk3.text.tokenizer import load as load_tokenizer
 from openk3.train.guard import Guard
@@ -34,6 +36,13 @@ from openk3.train.memory import peak_flops
 from openk3.train.step import Loss, Stepper, next_token_loss
 
 EVAL_ROWS = 4
+SPECIAL_IDS = {
+    "bos_token_id": special_tokens.BOS,
+    "eos_token_id": special_tokens.END_OF_MSG,
+    "pad_token_id": special_tokens.PAD,
+    "media_placeholder_token_id": special_tokens.MEDIA_PAD,
+}
+"""Model config fields and the names of their tokens; as published, a message ends a generation."""
 
 
 @dataclass
@@ -83,6 +92,18 @@ def open_data(recipe: Recipe) -> Data:
         source = Mixture(sources, weights, settings.seed)
     hashes = [sha256_file(d.path / "index.json")[:16] for d in datasets]
     return Data(datasets, source, "+".join(hashes))
+
+
+def with_special_ids(recipe: Recipe, dataset: Dataset) -> Recipe:
+    """The recipe whose model names the special tokens of the data's tokenizer.
+
+    So the model's config.json, and whatever stops at its end-of-message id, fits its vocabulary.
+    """
+    if dataset.tokenizer_path is None:
+        return recipe
+    ids = load_tokenizer(dataset.tokenizer_path).special_tokens
+    named = {field: ids[name] for field, name in SPECIAL_IDS.items() if name in ids}
+    return dataclasses.replace(recipe, model=recipe.model.replace(**named))
 
 
 def deciding(recipe: Recipe, data: Data) -> dict[str, Any]:
@@ -211,9 +232,10 @@ def training(
     folder = Path(folder)
     checkpoints = CheckpointFolder(folder / "checkpoints", keep=recipe.run.keep_checkpoints)
     resume = resume and is_run(folder)
+    data = open_data(recipe)
+    recipe = with_special_ids(recipe, data.datasets[0])
     if world.is_main:
         check_folder(recipe, folder, resume)
-    data = open_data(recipe)
     trainer = build_trainer(recipe, data, world, loss=loss)
     if resume:
         _continue(trainer, checkpoints)
