@@ -60,7 +60,10 @@ class World:
         """Overwrite the tensors with those of rank 0."""
         if self.size > 1:
             for tensor in tensors:
-                dist.broadcast(tensor, src=0)
+                here = tensor.to(self.device)  # NCCL moves GPU memory only; counters live on CPUs
+                dist.broadcast(here, src=0)
+                if here is not tensor:
+                    tensor.copy_(here)
 
     def share(self, value: Any) -> Any:
         """Rank 0's `value`, a small picklable object, on every process."""

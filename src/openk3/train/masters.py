@@ -22,7 +22,8 @@ class Masters:
         self.model = model
         self.weights: dict[str, Tensor] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
-        full = {name: p.detach().clone() for name, p in model.named_parameters()}
+        # casting gives parameters new storage, so these keep the float32 values
+        full = {name: p.detach() for name, p in model.named_parameters()}
         if dtype != torch.float32:
             cast(model, dtype)
         for name, parameter in model.named_parameters():
