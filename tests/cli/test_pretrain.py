@@ -42,7 +42,9 @@ def test_trains_from_a_recipe_and_flags(recipe_file, tmp_path, capsys):
     assert (folder / "report.html").stat().st_size > 1000
     assert cli.main(argv) == 1
     assert "already holds a run" in capsys.readouterr().err
-    assert cli.main([*argv, "--resume", "auto"]) == 0
+    assert cli.main([*argv, "--resume", "auto", "--json", "--threads", "1"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["steps"], facts["skipped_steps"], facts["folder"]) == (3, 0, str(folder))
 
 
 def test_dry_run_prints_a_recipe_that_reads_back(recipe_file, capsys, tmp_path):

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.dist
 def gradients(recipe, out):
     """One step's loss, norm, gradients and next router bias, without an update."""
     from openk3.parallel.world import join
-    from openk3.train.setup import build_trainer, open_data
+    from openk3.train.setup import build_trainer
+    from openk3.train.sources import open_data
 
     with join("cpu") as world:
         trainer = build_trainer(recipe, open_data(recipe), world)

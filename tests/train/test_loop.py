@@ -21,7 +21,8 @@ from openk3.errors import (
 )
 from openk3.obs.metrics import read_rows
 from openk3.parallel.world import World
-from openk3.train.setup import build_trainer, open_data, training
+from openk3.train.setup import build_trainer, training
+from openk3.train.sources import open_data
 from openk3.train.step import next_token_loss
 from tiny_run import VOCAB, noisy_loss, tiny_config, tiny_recipe, write_tiny_data
 
@@ -61,7 +62,7 @@ def test_rows_carry_tokens_and_insides(finished_run):
     last = rows(folder, "step")[-1]
     assert last["tokens"] <= 40 * 4 * 32
     assert last["tokens"] == trainer.progress.tokens
-    assert last["flops"] == pytest.approx(last["tokens"] * trainer.flops_per_token)
+    assert last["flops"] == pytest.approx(last["tokens"] * trainer.journal.flops_per_token)
     assert last["max_logit"] is not None
     balance = rows(folder, "balance")
     assert {r["layer"] for r in balance} == {1, 2}

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from openk3.cli import common
 from openk3.config.recipe import Recipe
@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 def main(argv: list[str]) -> int:
     """Run `k3 pretrain`. Returns the exit code: 130 when the run was asked to stop."""
     recipe, options = _parse(argv)
-    common.use_threads(recipe.run.threads)
+    common.use_threads(options.threads or recipe.run.threads)
     folder = run_folder(recipe, options.recipes)
     trainer = train(recipe, folder, resume=options.resume == "auto")
     if not trainer.world.is_main:
         return 0 if trainer.finished else 130
     if trainer.finished:
-        sys.stdout.write(summary(trainer, folder))
+        facts = results(trainer, folder)
+        sys.stdout.write(common.json_text(facts) if options.json else render(facts))
         return 0
     command = " ".join(["k3 pretrain", *_without_resume(argv), "--resume auto"])
     sys.stderr.write(
@@ -45,6 +46,8 @@ def _parse(argv: list[str]) -> tuple[Recipe, argparse.Namespace]:
         default="never",
         help="auto: go on from the newest checkpoint of the run folder, if it holds a run",
     )
+    common.add_threads(parser)
+    common.add_json(parser)
     return common.parse_recipe(parser, Recipe, argv)
 
 
@@ -84,12 +87,30 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False) -> "Trainer":
     return trainer
 
 
-def summary(trainer: "Trainer", folder: Path) -> str:
-    """What came out and what to do with it."""
-    done = trainer.progress
-    lines = [f"trained {done.step} steps, {done.tokens:,} tokens, {done.seconds:,.0f} s: {folder}"]
-    if (score := trainer.last_evaluation) is not None:
-        lines.append(f"held-out {score.bits_per_byte:.4f} bits/byte over {score.num_bytes:,} bytes")
-    lines.append(f"look:  {folder / 'report.html'}")
+def results(trainer: "Trainer", folder: Path) -> dict[str, Any]:
+    """What came out, as plain data."""
+    done, score = trainer.progress, trainer.last_evaluation
+    return {
+        "folder": str(folder),
+        "steps": done.step,
+        "tokens": done.tokens,
+        "seconds": round(done.seconds, 3),
+        "skipped_steps": trainer.stepper.guard.num_bad,
+        "bits_per_byte": None if score is None else score.bits_per_byte,
+        "held_out_bytes": None if score is None else score.num_bytes,
+    }
+
+
+def render(facts: dict[str, Any]) -> str:
+    """The same for people, and what to do with it."""
+    folder = facts["folder"]
+    lines = [
+        f"trained {facts['steps']} steps, {facts['tokens']:,} tokens, {facts['seconds']:,.0f} s: "
+        f"{folder}"
+    ]
+    if facts["bits_per_byte"] is not None:
+        score, size = facts["bits_per_byte"], facts["held_out_bytes"]
+        lines.append(f"held-out {score:.4f} bits/byte over {size:,} bytes")
+    lines.append(f"look:  {folder}/report.html")
     lines.append(f'talk:  k3 generate {folder} "def "    k3 chat {folder}')
     return "\n".join(lines) + "\n"

@@ -128,7 +128,8 @@ def _steps_for(recipe: Recipe, seconds: float) -> int:
     """How many steps this machine does in `seconds`, by trying a few."""
     from openk3.parallel.world import World, pick_device
     from openk3.train.measure import seconds_per_step
-    from openk3.train.setup import build_trainer, open_data
+    from openk3.train.setup import build_trainer
+    from openk3.train.sources import open_data
 
     trial = build_trainer(recipe, open_data(recipe), World(device=pick_device(recipe.run.device)))
     return max(MIN_STEPS, min(MAX_STEPS, int(seconds / seconds_per_step(trial))))

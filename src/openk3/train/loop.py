@@ -20,16 +20,12 @@ from openk3.checkpoint.training import Checkpoint, CheckpointFolder
 from openk3.config.recipe import Recipe
 from openk3.data.loader import Batch, Loader
 from openk3.errors import DivergedError
-from openk3.obs import log
-from openk3.obs.console import Console
-from openk3.obs.rows import EvalRow, EventRow, Row, SampleRow, StepRow
-from openk3.obs.run import RunFolder
 from openk3.optim.schedule import cosine
 from openk3.train.evaluate import Evaluation, evaluate
 from openk3.train.interrupt import StopWish
-from openk3.train.memory import memory_bytes, memory_total
+from openk3.train.journal import Journal
 from openk3.train.observe import Observer
-from openk3.train.step import Stepper, StepResult
+from openk3.train.step import Stepper
 
 Sampler = Callable[[int], Iterable[tuple[str, str]]]
 """step -> (prompt, continuation) pairs."""
@@ -47,23 +43,19 @@ class Progress:
 
 @dataclass
 class Trainer:
-    """A run in motion. `run` and `checkpoints` are None on every process but the first."""
+    """A run in motion. `checkpoints`, `sampler` and the journal's run are the first process's."""
 
     recipe: Recipe
     stepper: Stepper
     loader: Loader
-    flops_per_token: float
-    """Forward and backward, of a token at the recipe's sequence length."""
+    journal: Journal
     deciding: dict[str, Any]
     """What a checkpoint must have been made with."""
     eval_batches: Callable[[int], Iterator[Batch]]
     """Held-out batches of about so many tokens, 0 for all."""
     sampler: Sampler | None = None
-    run: RunFolder | None = None
     checkpoints: CheckpointFolder | None = None
     stop: StopWish = field(default_factory=StopWish)
-    peak_flops: float | None = None
-    """FLOP/s of all devices together, where known."""
     progress: Progress = field(default_factory=Progress)
     last_evaluation: Evaluation | None = None
 
@@ -71,7 +63,6 @@ class Trainer:
         self.world = self.stepper.world
         self.model = self.stepper.model
         self.observer = Observer(self.model, self.world)
-        self.console = Console(self.recipe.train.steps)
         self._saved_step = self.progress.step
 
     def fit(self) -> bool:
@@ -80,17 +71,21 @@ class Trainer:
         Raises DivergedError after too many bad steps in a row, StorageError when the disk is full.
         """
         self.prepare()
-        steps = self.recipe.train.steps
-        while self.progress.step < steps:
+        while not self.finished:
             if self._asked_to_stop():
                 self.save()
                 self._event("interrupt", f"stopped after step {self.progress.step}")
                 return False
             self.take_step()
-            self._now_and_then(last=self.progress.step == steps)
+            self._now_and_then()
         self.save()
-        self._event("done", f"step {steps} of {steps}")
+        self._event("done", f"step {self.progress.step}")
         return True
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last step is done."""
+        return self.progress.step >= self.recipe.train.steps
 
     def prepare(self) -> None:
         """Put the model into training mode."""
@@ -99,12 +94,14 @@ class Trainer:
 
     def take_step(self) -> None:
         """One optimizer step on the next rows, and its row and line."""
-        step, train = self.progress.step, self.recipe.train
+        progress = self.progress
         started = time.perf_counter()
-        torch.manual_seed(derive_seed(train.seed, "step", step, self.world.rank))
+        seed = derive_seed(self.recipe.train.seed, "step", progress.step, self.world.rank)
+        torch.manual_seed(seed)
         batches = [next(self.loader).to(self.world.device) for _ in range(self.num_micro)]
-        lr = self.learning_rate(step + 1)
-        watched = self._due(self.recipe.run.observe_every, step + 1) or step == 0
+        step = progress.step + 1
+        lr = self.learning_rate(step)
+        watched = step == 1 or _due(self.recipe.run.observe_every, step)
         result = self.stepper(
             batches,
             lr,
@@ -112,17 +109,12 @@ class Trainer:
             before_update=self.observer.add_load,
         )
         seconds = time.perf_counter() - started
-        self.progress.step += 1
-        self.progress.tokens += result.num_tokens
-        self.progress.flops += result.num_tokens * self.flops_per_token
-        self.progress.seconds += seconds
-        self._report(result, lr, seconds)
-        self._check_guard(result)
-
-    @property
-    def finished(self) -> bool:
-        """Whether the last step is done."""
-        return self.progress.step >= self.recipe.train.steps
+        progress.step = step
+        progress.tokens += result.num_tokens
+        progress.flops += result.num_tokens * self.journal.flops_per_token
+        progress.seconds += seconds
+        self.journal.step(result, lr, seconds, self.axes())
+        self._give_up_if_diverged()
 
     @property
     def num_micro(self) -> int:
@@ -141,9 +133,7 @@ class Trainer:
             final_fraction=optim.final_lr_fraction,
         )
 
-    def _check_guard(self, result: StepResult) -> None:
-        if result.bad:
-            self._event("skip", result.bad)
+    def _give_up_if_diverged(self) -> None:
         try:
             self.stepper.guard.check()
         except DivergedError as error:
@@ -154,49 +144,27 @@ class Trainer:
         wish = torch.tensor([int(bool(self.stop))], device=self.world.device)
         return bool(self.world.max(wish).item())
 
-    def _now_and_then(self, last: bool) -> None:
-        run, step = self.recipe.run, self.progress.step
-        if run.observe_every and (self._due(run.observe_every, step) or last or step == 1):
+    def _now_and_then(self) -> None:
+        run, step, last = self.recipe.run, self.progress.step, self.finished
+        if run.observe_every and (_due(run.observe_every, step) or last or step == 1):
             for row in self.observer.rows(**self.axes()):
-                self._write(row)
-        if self.recipe.data.eval_split and (self._due(run.eval_every, step) or last):
+                self.journal.write(row)
+        if self.recipe.data.eval_split and (_due(run.eval_every, step) or last):
             self.evaluate(run.final_eval_tokens if last else run.eval_tokens)
-        if self._due(run.sample_every, step) or last:
-            self._sample()
-        if self._due(run.checkpoint_every, step) and not last:
+        if self.sampler is not None and (_due(run.sample_every, step) or last):
+            for prompt, text in self.sampler(step):
+                self.journal.sample(prompt, text, self.axes())
+        if _due(run.checkpoint_every, step) and not last:
             self.save()
-
-    @staticmethod
-    def _due(every: int, step: int) -> bool:
-        return every > 0 and step % every == 0
 
     def evaluate(self, max_tokens: int) -> Evaluation:
         """Score held-out documents, all if `max_tokens` is 0, and write a row."""
         started = time.perf_counter()
         found = evaluate(self.model, self.eval_batches(max_tokens), self.world)
         self.progress.seconds += time.perf_counter() - started
-        self._write(
-            EvalRow(
-                split=self.recipe.data.eval_split,
-                loss=found.loss,
-                bits_per_byte=found.bits_per_byte,
-                num_tokens=found.num_tokens,
-                num_bytes=found.num_bytes,
-                **self.axes(),
-            )
-        )
-        self.say(
-            f"eval {self.recipe.data.eval_split}: {found.bits_per_byte:.4f} bits/byte "
-            f"({found.num_bytes:,} bytes)"
-        )
+        self.journal.evaluation(self.recipe.data.eval_split, found, self.axes())
         self.last_evaluation = found
         return found
-
-    def _sample(self) -> None:
-        if self.sampler is None or self.run is None:
-            return
-        for prompt, text in self.sampler(self.progress.step):
-            self._write(SampleRow(prompt=prompt, text=text, **self.axes()))
 
     def save(self) -> None:
         """Write a checkpoint of this step, once. Every process must call this."""
@@ -219,7 +187,7 @@ class Trainer:
                 "model": self.model.config.to_hf(),
                 "position": self.loader.position,
                 "guard": stepper.guard.state(),
-                "progress": vars(self.progress).copy(),
+                "progress": self.axes(),
             },
         )
 
@@ -239,44 +207,9 @@ class Trainer:
         """The x-axes that every metrics row carries."""
         return vars(self.progress).copy()
 
-    def say(self, line: str) -> None:
-        """One line for people, from the first process."""
-        if self.world.is_main:
-            log.get("train").info(line)
-
-    def _report(self, result: StepResult, lr: float, seconds: float) -> None:
-        if self.run is None:
-            return
-        speed = result.num_tokens / seconds
-        row = StepRow(
-            loss=result.loss,
-            lr=lr,
-            grad_norm=result.grad_norm,
-            step_seconds=seconds,
-            tokens_per_s=speed,
-            bits_per_byte=_bits_per_byte(result),
-            mfu=speed * self.flops_per_token / self.peak_flops if self.peak_flops else None,
-            memory_bytes=memory_bytes(self.world.device),
-            memory_total_bytes=memory_total(self.world.device),
-            max_logit=result.max_logit,
-            clipped_heads=result.clipped_heads,
-            bad=result.bad,
-            **self.axes(),
-        )
-        self._write(row)
-        self.console.step(row)
-
     def _event(self, what: str, detail: str) -> None:
-        self._write(EventRow(what=what, detail=detail, **self.axes()))
-
-    def _write(self, row: Row) -> None:
-        if self.run is not None:
-            self.run.metrics.write(row)
+        self.journal.event(what, detail, self.axes())
 
 
-def _bits_per_byte(result: StepResult) -> float | None:
-    if not result.num_bytes:
-        return None
-    return Evaluation(
-        result.loss * result.num_tokens, result.num_tokens, result.num_bytes
-    ).bits_per_byte
+def _due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0

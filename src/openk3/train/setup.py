@@ -1,24 +1,20 @@
 """From a recipe to a Trainer that is ready to fit: checks first, then data, weights, resume."""
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from openk3._io import atomic_file, derive_seed, require_disk, sha256_file
+from openk3._io import atomic_file, derive_seed, require_disk
 from openk3.checkpoint.training import CheckpointFolder, read, require_same
 from openk3.config.dump import to_dict
 from openk3.config.load import from_dict
 from openk3.config.recipe import Recipe
 from openk3.config.sizes import training_flops_per_token
 from openk3.data.dataset import Dataset
-from openk3.data.loader import Batch, Loader, eval_batches
-from openk3.data.rows import Mixture, RowSource, Windows
+from openk3.data.loader import Loader
 from openk3.errors import ConfigError, StorageError
 from openk3.model.k3 import K3
 from openk3.obs import log
@@ -26,84 +22,15 @@ from openk3.obs.run import RunFolder, is_run, read_config
 from openk3.optim.groups import assign_all
 from openk3.optim.optimizer import Optimizer
 from openk3.parallel.world import World
-from openk3.text import special_tokens
 from openk3.text.tokenizer import Tokenizer
 from openk3.text.tokenizer import load as load_tokenizer
 from openk3.train.guard import Guard
+from openk3.train.journal import Journal
 from openk3.train.loop import Sampler, Trainer
 from openk3.train.masters import Masters
 from openk3.train.memory import peak_flops
+from openk3.train.sources import Data, held_out, open_data, with_special_ids
 from openk3.train.step import Loss, Stepper, next_token_loss
-
-EVAL_ROWS = 4
-SPECIAL_IDS = {
-    "bos_token_id": special_tokens.BOS,
-    "eos_token_id": special_tokens.END_OF_MSG,
-    "pad_token_id": special_tokens.PAD,
-    "media_placeholder_token_id": special_tokens.MEDIA_PAD,
-}
-"""Model config fields and the names of their tokens; as published, a message ends a generation."""
-
-
-@dataclass
-class Data:
-    """The opened data of a recipe."""
-
-    datasets: list[Dataset]
-    source: RowSource
-    fingerprint: str
-    """Of everything that decides the rows."""
-
-
-def open_data(recipe: Recipe) -> Data:
-    """Open and check the datasets of a recipe. Raises ConfigError and DataError."""
-    settings, config = recipe.data, recipe.model
-    if not settings.train:
-        raise ConfigError(
-            "data.train names no dataset; build one with `k3 data build` and pass its folder as "
-            "--data.train FOLDER"
-        )
-    if settings.weights and len(settings.weights) != len(settings.train):
-        raise ConfigError(
-            f"data.weights has {len(settings.weights)} numbers for {len(settings.train)} datasets"
-        )
-    if settings.sequence_tokens > config.max_position_embeddings:
-        raise ConfigError(
-            f"data.sequence_tokens ({settings.sequence_tokens}) exceeds the model's limit "
-            f"max_position_embeddings ({config.max_position_embeddings})"
-        )
-    datasets = [Dataset(path) for path in settings.train]
-    for dataset in datasets:
-        if dataset.vocab_size > config.vocab_size:
-            raise ConfigError(
-                f"{dataset.path} has a vocabulary of {dataset.vocab_size}, larger than the model's "
-                f"vocab_size ({config.vocab_size}); pass --model.vocab_size {dataset.vocab_size} "
-                "or build the data with a smaller --vocab-size"
-            )
-    if settings.eval_split and settings.eval_split not in datasets[0].splits:
-        raise ConfigError(
-            f"{datasets[0].path} has no split {settings.eval_split!r} to evaluate on; build it "
-            'with --held-out above 0, or pass --data.eval_split "" to train without evaluation'
-        )
-    sources = [Windows(d.split("train"), settings.sequence_tokens, settings.seed) for d in datasets]
-    source: RowSource = sources[0]
-    if len(sources) > 1:
-        weights = settings.weights or tuple(s.split.num_tokens for s in sources)
-        source = Mixture(sources, weights, settings.seed)
-    hashes = [sha256_file(d.path / "index.json")[:16] for d in datasets]
-    return Data(datasets, source, "+".join(hashes))
-
-
-def with_special_ids(recipe: Recipe, dataset: Dataset) -> Recipe:
-    """The recipe whose model names the special tokens of the data's tokenizer.
-
-    So the model's config.json, and whatever stops at its end-of-message id, fits its vocabulary.
-    """
-    if dataset.tokenizer_path is None:
-        return recipe
-    ids = load_tokenizer(dataset.tokenizer_path).special_tokens
-    named = {field: ids[name] for field, name in SPECIAL_IDS.items() if name in ids}
-    return dataclasses.replace(recipe, model=recipe.model.replace(**named))
 
 
 def deciding(recipe: Recipe, data: Data) -> dict[str, Any]:
@@ -137,10 +64,14 @@ def build_trainer(
         recipe=recipe,
         stepper=stepper,
         loader=Loader(data.source, batch_rows, rank=world.rank, world_size=world.size),
-        flops_per_token=training_flops_per_token(recipe.model, recipe.data.sequence_tokens),
+        journal=Journal(
+            recipe.train.steps,
+            world.device,
+            training_flops_per_token(recipe.model, recipe.data.sequence_tokens),
+            peak * world.size if peak else None,
+        ),
         deciding=deciding(recipe, data),
         eval_batches=lambda max_tokens: held_out(recipe, data, world, max_tokens),
-        peak_flops=peak * world.size if peak else None,
     )
 
 
@@ -166,22 +97,6 @@ def compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
     if name == "auto":
         name = "bfloat16" if device.type == "cuda" else "float32"
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
-
-
-def held_out(recipe: Recipe, data: Data, world: World, max_tokens: int) -> Iterator[Batch]:
-    """This process's held-out batches, about `max_tokens` tokens in all, or everything if 0."""
-    length = recipe.data.sequence_tokens
-    split = data.datasets[0].split(recipe.data.eval_split)
-    batches = eval_batches(
-        split,
-        length,
-        EVAL_ROWS,
-        num_context=length // 4,
-        rank=world.rank,
-        world_size=world.size,
-    )
-    per_batch = EVAL_ROWS * (length - length // 4) * world.size
-    return islice(batches, max(1, max_tokens // per_batch)) if max_tokens else batches
 
 
 def make_sampler(recipe: Recipe, model: K3, tokenizer: Tokenizer) -> Sampler:
@@ -248,7 +163,7 @@ def training(
         for sentence in checkpoints.passed_over:
             log.get("train").warning("passed over a checkpoint: %s", sentence)
         checkpoints.sweep()
-        trainer.run, trainer.checkpoints = run, checkpoints
+        trainer.journal.run, trainer.checkpoints = run, checkpoints
         if tokenizer := _keep_tokenizer(data.datasets[0], folder):
             trainer.sampler = make_sampler(recipe, trainer.model, tokenizer)
         yield trainer
