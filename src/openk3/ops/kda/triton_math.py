@@ -1,0 +1,76 @@
+"""Small device functions shared by the Triton KDA kernels.
+
+Slots: unit j (a tile of 16 tokens, a block of 64, a segment) of sequence n lies at slot
+cu[n] // unit + n + j. Because floor((a + b) / unit) is at least floor(a / unit) + floor(b / unit),
+the slots of different sequences never meet, whatever the lengths, and there are at most
+T / unit + N: no prefix sum, no table, no copy to the host.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+L2_EPS = tl.constexpr(1e-6)
+COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def exp2(x):
+    """2^x; results below 2^-126 become zero, which saves the hardware path four instructions."""
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.exp2(x)
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x to one unit in the last place, for x at least 1."""
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return 1.0 / x
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + e^-x); exactly 0 at -inf."""
+    return reciprocal(1.0 + exp2(x * -LOG2E))
+
+
+@triton.jit
+def locate(slot, cu, tokens, num_seqs, unit, PACKED: tl.constexpr):
+    """Slot -> (sequence, index of the unit in it, first row of the sequence, its length)."""
+    if PACKED:
+        low = 0
+        high = num_seqs
+        while high - low > 1:
+            middle = (low + high) // 2
+            if tl.load(cu + middle).to(tl.int32) // unit + middle <= slot:
+                low = middle
+            else:
+                high = middle
+        n = low
+        start = tl.load(cu + n).to(tl.int32)
+        length = tl.load(cu + n + 1).to(tl.int32) - start
+        index = slot - (start // unit + n)
+    else:
+        units = tl.maximum(tl.cdiv(tokens, unit), 1)
+        n = slot // units
+        index = slot - n * units
+        start = n * tokens
+        length = tokens
+    return n, index, start, length
+
+
+@triton.jit
+def first_slot(n, start, tokens, unit, PACKED: tl.constexpr):
+    """The slot of unit 0 of sequence n, which begins at row `start`."""
+    if PACKED:
+        return start // unit + n
+    else:
+        return n * tl.maximum(tl.cdiv(tokens, unit), 1)

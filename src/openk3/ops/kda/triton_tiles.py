@@ -1,0 +1,129 @@
+"""KDA in Triton, step 1: everything of a 16-token tile that does not need the state.
+
+K3 report §2.1.1; the mathematics is in benchmarks/results/kda.md. With G the running log-decay of
+the tile, k+ = k e^G, k- = k e^-G, q+ = q e^G, A = strict_lower(k+ k-^T), P = lower(q+ k-^T):
+
+    T = (I + diag(beta) A)^-1 diag(beta)    W = T k+    Q = q+ - P W    kg = k e^(G_C - G)
+
+The gate's bound of -5 a token keeps e^(+-G) inside e^(+-80), which float32 and bf16 hold, so no
+rescaling is needed; values above the diagonal are finite and masked.
+
+Legend: C = 16 tokens of a tile, D head width, H heads, N sequences, T tokens of a sequence.
+"""
+
+import triton
+import triton.language as tl
+
+from openk3.ops.kda.triton_math import L2_EPS, LOG2E, exp2, locate, sigmoid
+
+
+@triton.jit
+def unit_lower_inverse(N, C: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + N)^-1 of strictly lower N [16, 16] = (I - N)(I + N^2)(I + N^4)(I + N^8).
+
+    The powers of N reach binomials in size and cancel: they need float32-like products.
+    """
+    i = tl.arange(0, C)
+    X = tl.where(i[:, None] == i[None, :], 1.0, 0.0) - N
+    power = tl.dot(N, N, input_precision=PRECISION)
+    X += tl.dot(X, power, input_precision=PRECISION)
+    power = tl.dot(power, power, input_precision=PRECISION)
+    X += tl.dot(X, power, input_precision=PRECISION)
+    power = tl.dot(power, power, input_precision=PRECISION)
+    return X + tl.dot(X, power, input_precision=PRECISION)
+
+
+@triton.jit
+def prepare_kernel(
+    q,
+    k,
+    g,
+    beta,
+    A_log,
+    dt_bias,
+    cu,
+    wqk,  # out [slots, H, 3, C, D]: -W, Q, kg
+    tp,  # out [slots, H, 2, C, C]: T, P T
+    totals,  # out [slots, H, D] float32: log2 decay of the whole tile
+    rstd,  # out [rows, H, 2] float32: 1 / |q| and 1 / |k|, or None
+    tokens,
+    num_seqs,
+    H,
+    scale,
+    lower_bound,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    g_row,
+    g_head,
+    beta_row,
+    beta_head,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    PACKED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SAVE_RSTD: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SMALL_PRECISION: tl.constexpr,
+):
+    program = tl.program_id(0)
+    h = program % H
+    slot = program // H
+    n, tile, start, length = locate(slot, cu, tokens, num_seqs, C, PACKED)
+    if tile * C >= length:
+        return
+    i = tl.arange(0, C)
+    d = tl.arange(0, D)
+    # rows past the end repeat the last one, with zero decay, key and beta: they change nothing
+    valid = i < length - tile * C
+    row = (start + tile * C).to(tl.int64)
+    r = tl.minimum(i, length - tile * C - 1)
+
+    z = tl.load(g + row * g_row + h * g_head + r[:, None] * g_row + d[None, :]).to(tl.float32)
+    if HAS_BIAS:
+        z += tl.load(dt_bias + h * D + d)[None, :]
+    rate = exp2(tl.load(A_log + h) * LOG2E)
+    steepest = tl.where(valid, lower_bound * LOG2E, 0.0)[:, None]
+    decay = sigmoid(rate * z) * steepest
+    G = tl.cumsum(decay, 0)
+    total = tl.sum(decay, 0)
+
+    x = tl.load(k + row * k_row + h * k_head + r[:, None] * k_row + d[None, :]).to(tl.float32)
+    k_rstd = tl.where(valid, tl.rsqrt(tl.sum(x * x, 1) + L2_EPS), 0.0)
+    x *= k_rstd[:, None]
+    shrink = exp2(G)
+    k_plus = (x * shrink).to(OPERAND)
+    x *= exp2(-G)
+    k_minus = x.to(OPERAND)
+    k_gamma = x * exp2(total)[None, :]
+    y = tl.load(q + row * q_row + h * q_head + r[:, None] * q_row + d[None, :]).to(tl.float32)
+    q_rstd = tl.rsqrt(tl.sum(y * y, 1) + L2_EPS)
+    y *= (q_rstd * scale)[:, None]
+    q_plus = y * shrink
+
+    A = tl.dot(k_plus, tl.trans(k_minus), input_precision=PRECISION)
+    P = tl.dot(q_plus.to(OPERAND), tl.trans(k_minus), input_precision=PRECISION)
+    b = sigmoid(tl.load(beta + row * beta_row + h * beta_head + r * beta_row).to(tl.float32))
+    b = tl.where(valid, b, 0.0)
+    A = tl.where(i[:, None] > i[None, :], A * b[:, None], 0.0)
+    P = tl.where(i[:, None] >= i[None, :], P, 0.0)
+    T = unit_lower_inverse(A, C, SMALL_PRECISION) * b[None, :]
+    PT = tl.dot(P, T, input_precision=SMALL_PRECISION)
+    W = tl.dot(T.to(OPERAND), k_plus, input_precision=PRECISION)
+    Q = q_plus - tl.dot(PT.to(OPERAND), k_plus, input_precision=PRECISION)
+
+    here = slot.to(tl.int64) * H + h
+    tile_CD = wqk + here * (3 * C * D) + i[:, None] * D + d[None, :]
+    tl.store(tile_CD, (-W).to(OPERAND))
+    tl.store(tile_CD + C * D, Q.to(OPERAND))
+    tl.store(tile_CD + 2 * C * D, k_gamma.to(OPERAND))
+    tile_CC = tp + here * (2 * C * C) + i[:, None] * C + i[None, :]
+    tl.store(tile_CC, T.to(OPERAND))
+    tl.store(tile_CC + C * C, PT.to(OPERAND))
+    tl.store(totals + here * D + d, total)
+    if SAVE_RSTD:
+        norms = rstd + ((row + i) * H + h) * 2
+        tl.store(norms, q_rstd, valid)
+        tl.store(norms + 1, k_rstd, valid)
