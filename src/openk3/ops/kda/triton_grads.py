@@ -1,7 +1,8 @@
-"""KDA in Triton, step 3 of the backward: the gradients of one block of 64 tokens, all in parallel.
+"""KDA in Triton, step 3 of the backward: gradients of q, k, g and beta, in parallel over blocks.
 
-Needs only the state S at the block's start and its gradient dS at the block's end (checkpoints of
-the scans), U and dV. With X = dO U^T and Z = dV U^T [64, 64] and G the running log-decay:
+A block of 64 tokens needs only the state S at its start and the gradient dS at its end (the scans'
+checkpoints), U and dV. With X = lower(dO U^T) and Z = strict_lower(dV U^T) [64, 64] and G the running
+log-decay of the block:
 
     dq_t  =  e^{G_t} S dO_t + sum_{i<=t} e^{G_t-G_i} X_ti k_i
     dk_t  = -e^{G_t} S dV_t - sum_{i<t} e^{G_t-G_i} Z_ti k_i                          (k as reader)
@@ -29,15 +30,81 @@ from openk3.ops.kda.triton_math import LOG2E, exp2, first_slot, locate, sigmoid
 
 
 @triton.jit
+def pairs_kernel(
+    v,
+    beta,
+    u,  # [rows, H, D]
+    o,  # [rows, H, D]
+    d_o,
+    dv,  # [rows, H, D]
+    cu,
+    pairs,  # out [blocks, H, 2, L, L]: X and Z
+    sums,  # out [rows, H, 2] float32: <q, dq> and <k, dk>
+    d_beta,  # out [rows, H]
+    tokens,
+    num_seqs,
+    H,
+    v_row,
+    v_head,
+    beta_row,
+    beta_head,
+    o_row,
+    o_head,
+    D: tl.constexpr,
+    L: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """X, Z, the row sums and dbeta of one block of one head."""
+    program = tl.program_id(0)
+    h = program % H
+    slot = program // H
+    n, index, start, length = locate(slot, cu, tokens, num_seqs, L, PACKED)
+    if index * L >= length:
+        return
+    OPERAND: tl.constexpr = pairs.dtype.element_ty
+    t = tl.arange(0, L)
+    d = tl.arange(0, D)
+    row = (start + index * L).to(tl.int64)
+    valid = t < length - index * L
+    inside = valid[:, None]
+    d_o += row * o_row + h * o_head
+    v += row * v_row + h * v_head
+    own_row = row * H + h
+    own = t[:, None] * (H * D) + d[None, :]
+
+    dR = tl.load(dv + own_row * D + own, inside, 0.0).to(OPERAND)
+    U = tl.load(u + own_row * D + own, inside, 0.0).to(OPERAND)
+    dO = tl.load(d_o + t[:, None] * o_row + d[None, :], inside, 0.0).to(OPERAND)
+    X = tl.dot(dO, tl.trans(U), input_precision=PRECISION)
+    Z = tl.dot(dR, tl.trans(U), input_precision=PRECISION)
+    X = tl.where(t[:, None] >= t[None, :], X, 0.0).to(OPERAND)
+    Z = tl.where(t[:, None] > t[None, :], Z, 0.0).to(OPERAND)
+    pairs += (slot.to(tl.int64) * H + h) * (2 * L * L)
+    tl.store(pairs + t[:, None] * L + t[None, :], X)
+    tl.store(pairs + L * L + t[:, None] * L + t[None, :], Z)
+
+    x = tl.load(o + own_row * D + own, inside, 0.0).to(tl.float32)
+    sums += own_row * 2 + t * (H * 2)
+    tl.store(sums, tl.sum(dO.to(tl.float32) * x, 1), valid)
+    dR = dR.to(tl.float32)
+    du = tl.sum(dR * U.to(tl.float32), 1)
+    x = tl.load(v + t[:, None] * v_row + d[None, :], inside, 0.0).to(tl.float32)
+    b = tl.load(beta + row * beta_row + h * beta_head + t * beta_row, valid, 0.0).to(tl.float32)
+    b = exp2(-tl.maximum(b, -80.0) * LOG2E)  # (1 - beta) / beta
+    tl.store(sums + 1, 2 * du * (1 + b) - tl.sum(dR * x, 1), valid)
+    tl.store(d_beta + own_row + t * H, (du * b).to(d_beta.dtype.element_ty), valid)
+
+
+@triton.jit
 def _sum_rows(ones, x, PRECISION: tl.constexpr):
-    """ones [L, L] of 0 and 1, times x [L, BK] float32 in three pieces, so that no bit is lost."""
+    """ones [L, L] of 0 and 1, times x [L, BK] float32 in three pieces of bf16: no bit is lost."""
     if ones.dtype == tl.bfloat16:
         high = x.to(tl.bfloat16)
-        x -= high.to(tl.float32)
-        middle = x.to(tl.bfloat16)
-        total = tl.dot(ones, middle)
-        total = tl.dot(ones, (x - middle.to(tl.float32)).to(tl.bfloat16), total)
-        return tl.dot(ones, high, total)
+        rest = x - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        return tl.dot(ones, high, tl.dot(ones, middle, tl.dot(ones, low)))
     else:
         return tl.dot(ones, x, input_precision=PRECISION)
 
@@ -46,26 +113,25 @@ def _sum_rows(ones, x, PRECISION: tl.constexpr):
 def grads_kernel(
     q,
     k,
-    v,
     g,
-    beta,
     A_log,
     dt_bias,
     cu,
     u,
-    o,  # [rows, H, D]
     d_o,
-    dv,  # [rows, H, D]
-    rstd,  # [rows, H, 2] float32, of q and k
-    totals,  # [tiles, H, D] float32: log2 decay of a tile
+    dv,
+    pairs,
+    sums,
+    norms,  # [rows, H, 2] float32: 1 / |q| and 1 / |k|
+    gamma,  # [tiles, H, D] float32: decay of a tile
+    ones,  # [L, L]: 1 on and below the diagonal
     starts,  # [blocks, H, V, K]: S at the block's start
     ends,  # [blocks, H, V, K]: dS at the block's end
-    dq,  # [rows, H, D]
+    dq,  # out [rows, H, D]
     dk,
     dg,
-    d_beta,  # [rows, H]
-    d_bias,  # [blocks, H, D] float32: sum over the block of d/d(exp(A_log) (z + bias))
-    d_A_log,  # [blocks, H] float32
+    d_bias,  # out [blocks, H, D] float32: gradient of the gate's argument, summed over the block
+    d_A_log,  # out [blocks, H] float32
     tokens,
     num_seqs,
     H,
@@ -75,23 +141,18 @@ def grads_kernel(
     q_head,
     k_row,
     k_head,
-    v_row,
-    v_head,
     g_row,
     g_head,
-    beta_row,
-    beta_head,
     o_row,
     o_head,
     D: tl.constexpr,
+    L: tl.constexpr,
     BK: tl.constexpr,
     PACKED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    L: tl.constexpr = 64
+    OPERAND: tl.constexpr = pairs.dtype.element_ty
     program = tl.program_id(0)
     h = program % H
     slot = program // H
@@ -101,122 +162,109 @@ def grads_kernel(
     t = tl.arange(0, L)
     d = tl.arange(0, D)
     row = (start + index * L).to(tl.int64)
-    valid = t < length - index * L
-    inside = valid[:, None] & (d < D)[None, :]
+    left = length - index * L
+    inside = (t < left)[:, None]
+    first = t[:, None] < L // 2
     q += row * q_row + h * q_head
     k += row * k_row + h * k_head
-    v += row * v_row + h * v_head
     g += row * g_row + h * g_head
     d_o += row * o_row + h * o_head
-    out = row * (H * D) + h * D
+    out = (row * H + h) * D
     dq += out
     dk += out
     dg += out
-    own = t[:, None] * (H * D) + d[None, :]
-    own_rows = (row * H + h) + t * H
-
-    q_rstd = tl.load(rstd + own_rows * 2, valid, 0.0)[:, None]
-    k_rstd = tl.load(rstd + own_rows * 2 + 1, valid, 0.0)[:, None]
-    dO = tl.load(d_o + t[:, None] * o_row + d[None, :], inside, 0.0).to(OPERAND)
-    x = tl.load(o + out + own, inside, 0.0).to(tl.float32)
-    q_sum = tl.sum(dO.to(tl.float32) * x, 1)[:, None]
-    dR = tl.load(dv + out + own, inside, 0.0).to(OPERAND)
-    x = tl.load(v + t[:, None] * v_row + d[None, :], inside, 0.0).to(tl.float32)
-    k_sum = -tl.sum(dR.to(tl.float32) * x, 1)
-    U = tl.load(u + out + own, inside, 0.0).to(OPERAND)
-    ur = tl.sum(U.to(tl.float32) * dR.to(tl.float32), 1)
-    b = tl.load(beta + (row + t) * beta_row + h * beta_head, valid, 0.0).to(tl.float32)
-    b = exp2(-tl.maximum(b, -80.0) * LOG2E)  # (1 - beta) / beta
-    tl.store(d_beta + own_rows, (ur * b).to(d_beta.dtype.element_ty), valid)
-    k_sum = (k_sum + 2 * ur * (1 + b))[:, None]
-
-    X = tl.dot(dO, tl.trans(U), input_precision=PRECISION)
-    Z = tl.dot(dR, tl.trans(U), input_precision=PRECISION)
-    X = tl.where(t[:, None] >= t[None, :], X, 0.0).to(OPERAND)
-    Z = tl.where(t[:, None] > t[None, :], Z, 0.0).to(OPERAND)
-    lower = tl.where(t[:, None] >= t[None, :], 1.0, 0.0).to(OPERAND)
-
-    rate = exp2(tl.load(A_log + h) * LOG2E)
     here = slot.to(tl.int64) * H + h
     starts += here * (D * D)
     ends += here * (D * D)
+    pairs += here * (2 * L * L)
     d_bias += here * D
-    totals += ((first_slot(n, start, tokens, L // 4, PACKED) + 4 * index).to(tl.int64) * H + h) * D
-    tiles_left = tl.cdiv(length - index * L, L // 4)
-    a_sum = tl.zeros([L], tl.float32)
-    for c in tl.range(0, D, BK, num_stages=STAGES, disable_licm=True):
+    gamma += ((first_slot(n, start, tokens, L // 4, PACKED) + 4 * index).to(tl.int64) * H + h) * D
+    norms += (row * H + h) * 2
+    sums += (row * H + h) * 2
+    rate = exp2(tl.load(A_log + h) * LOG2E)
+
+    own = out + t[:, None] * (H * D) + d[None, :]
+    U = tl.load(u + own, inside, 0.0).to(OPERAND)
+    dR = tl.load(dv + own, inside, 0.0).to(OPERAND)
+    dO = tl.load(d_o + t[:, None] * o_row + d[None, :], inside, 0.0).to(OPERAND)
+    X = tl.load(pairs + t[:, None] * L + t[None, :])
+    Z = tl.load(pairs + L * L + t[:, None] * L + t[None, :])
+    lower = tl.load(ones + t[:, None] * L + t[None, :])
+    a_sum = 0.0
+    for c in tl.range(0, D, BK, num_stages=1, disable_licm=True):
         j = c + tl.arange(0, BK)
-        cell = valid[:, None] & (j < D)[None, :]
-        z = tl.load(g + t[:, None] * g_row + j[None, :], cell, 0.0).to(tl.float32)
+        z = tl.load(g + t[:, None] * g_row + j[None, :], inside, 0.0).to(tl.float32)
         if HAS_BIAS:
             z += tl.load(dt_bias + h * D + j)[None, :]
-        gate = sigmoid(rate * z)
-        G = _sum_rows(lower, tl.where(cell, gate * (lower_bound * LOG2E), 0.0), PRECISION)
+        decay = tl.where(inside, sigmoid(rate * z) * (lower_bound * LOG2E), 0.0)
+        G = _sum_rows(lower, decay, PRECISION)
         # running log-decay after 16, 48 and 64 tokens
-        pivot0 = tl.load(totals + j)[None, :]
-        total1 = tl.load(totals + H * D + j, (j < D) & (tiles_left > 1), 0.0)[None, :]
-        total2 = tl.load(totals + 2 * H * D + j, (j < D) & (tiles_left > 2), 0.0)[None, :]
-        total3 = tl.load(totals + 3 * H * D + j, (j < D) & (tiles_left > 3), 0.0)[None, :]
-        pivot1 = pivot0 + total1 + total2
-        end = pivot1 + total3
-        qn = tl.load(q + t[:, None] * q_row + j[None, :], cell, 0.0).to(tl.float32)
-        qn *= q_rstd
-        kn = tl.load(k + t[:, None] * k_row + j[None, :], cell, 0.0).to(tl.float32)
-        kn *= k_rstd
+        pivot0 = tl.log2(tl.load(gamma + j))[None, :]
+        second = tl.log2(tl.load(gamma + H * D + j, (j < D) & (left > L // 4), 1.0))
+        third = tl.log2(tl.load(gamma + 2 * H * D + j, (j < D) & (left > L // 2), 1.0))
+        fourth = tl.log2(tl.load(gamma + 3 * H * D + j, (j < D) & (left > L * 3 // 4), 1.0))
+        pivot1 = pivot0 + (second + third)[None, :]
+        end = pivot1 + fourth[None, :]
+        q_rstd = tl.load(norms + t * (H * 2), t < left, 0.0)[:, None]
+        k_rstd = tl.load(norms + t * (H * 2) + 1, t < left, 0.0)[:, None]
+        qn = tl.load(q + t[:, None] * q_row + j[None, :], inside, 0.0).to(tl.float32) * q_rstd
+        kn = tl.load(k + t[:, None] * k_row + j[None, :], inside, 0.0).to(tl.float32) * k_rstd
 
-        # through the states at both ends of the block; dq is for the unit q, without `scale`
         S = tl.load(starts + d[:, None] * D + j[None, :])  # [V, BK]
         dS = tl.load(ends + d[:, None] * D + j[None, :])
         E = exp2(end) * tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)[None, :]
+        at = t[:, None] * (H * D) + j[None, :]
+
+        # Readers: what came from before the block through S, and pairs inside it. A row takes
+        # the product of its own half's pivot; the other one is finite or dropped.
+        rows = exp2(G - tl.where(first, pivot0, pivot1))
+        out0 = (kn * exp2(tl.where(first, pivot0 - G, 0.0))).to(OPERAND)
+        out1 = (kn * exp2(pivot1 - G)).to(OPERAND)
         from_start = exp2(G)
-        q_grad = from_start * tl.dot(dO, S, input_precision=PRECISION)
-        k_grad = -from_start * tl.dot(dR, S, input_precision=PRECISION)
-        g_read = qn * (q_grad * scale) + kn * k_grad
-        written = exp2(end - G) * tl.dot(U, dS, input_precision=PRECISION)
-        k_grad += written
-        g_write = kn * written
-
-        # pairs inside the block, by the reader's half
-        rows = exp2(G - tl.where(t[:, None] < 32, pivot0, pivot1))
+        past = from_start * tl.dot(dO, S, input_precision=PRECISION)
+        inner = tl.dot(X, out0, input_precision=PRECISION)
+        inner = tl.where(first, inner, tl.dot(X, out1, input_precision=PRECISION))
         q_in = (qn * rows * scale).to(OPERAND)
-        k_in = (kn * rows).to(OPERAND)
-        xk = tl.zeros([L, BK], tl.float32)
-        zk = tl.zeros([L, BK], tl.float32)
-        for half in tl.static_range(2):
-            if half == 0:  # later writers are masked in X and Z, but must not overflow
-                cols = exp2(tl.where(t[:, None] < 32, pivot0 - G, 0.0))
-            else:
-                cols = exp2(pivot1 - G)
-            # t < 32, said so that the masked copies of X and Z are not kept through the loop
-            mine = (t[:, None] * D + c < 32 * D) == (half == 0)
-            X_half = tl.where(mine, X, 0.0)
-            Z_half = tl.where(mine, Z, 0.0)
-            k_out = (kn * cols).to(OPERAND)
-            xk = tl.dot(X_half, k_out, xk, input_precision=PRECISION)
-            zk = tl.dot(Z_half, k_out, zk, input_precision=PRECISION)
-            written = tl.dot(tl.trans(X_half), q_in, input_precision=PRECISION)
-            written -= tl.dot(tl.trans(Z_half), k_in, input_precision=PRECISION)
-            k_grad += cols * written
-            g_read -= k_out.to(tl.float32) * written
-        g_read += q_in.to(tl.float32) * xk - k_in.to(tl.float32) * zk
-        q_grad += rows * xk
-        k_grad -= rows * zk
-        E += tl.sum(g_read, 0)[None, :]
-        g_read -= g_write
-        g_grad = E + g_read - _sum_rows(lower, g_read, PRECISION)
+        g_part = qn * scale * past + q_in.to(tl.float32) * inner
+        q_sum = tl.load(sums + t * (H * 2), t < left, 0.0)[:, None]
+        grad = q_rstd * (scale * (past + rows * inner) - qn * q_sum)
+        tl.store(dq + at, grad.to(dq.dtype.element_ty), inside)
+        past = -from_start * tl.dot(dR, S, input_precision=PRECISION)
+        inner = tl.dot(Z, out0, input_precision=PRECISION)
+        inner = tl.where(first, inner, tl.dot(Z, out1, input_precision=PRECISION))
+        k_in = (kn * -rows).to(OPERAND)
+        g_part += kn * past + k_in.to(tl.float32) * inner
+        grad = past - rows * inner
 
-        q_grad = q_rstd * (scale * q_grad - qn * q_sum)
-        tl.store(dq + t[:, None] * (H * D) + j[None, :], q_grad.to(dq.dtype.element_ty), cell)
-        k_grad = k_rstd * (k_grad - kn * k_sum)
-        tl.store(dk + t[:, None] * (H * D) + j[None, :], k_grad.to(dk.dtype.element_ty), cell)
+        # writers: readers after the block through dS, and pairs inside it, by the reader's half
+        half = tl.where(first, q_in, 0.0)
+        written = tl.dot(tl.trans(X), half, input_precision=PRECISION)
+        half = tl.where(first, k_in, 0.0)
+        written = tl.dot(tl.trans(Z), half, written, input_precision=PRECISION)
+        g_part -= out0.to(tl.float32) * written
+        grad += exp2(tl.where(first, pivot0 - G, 0.0)) * written
+        half = tl.where(first, 0.0, q_in)
+        written = tl.dot(tl.trans(X), half, input_precision=PRECISION)
+        half = tl.where(first, 0.0, k_in)
+        written = tl.dot(tl.trans(Z), half, written, input_precision=PRECISION)
+        g_part -= out1.to(tl.float32) * written
+        grad += exp2(pivot1 - G) * written
+        written = exp2(end - G) * tl.dot(U, dS, input_precision=PRECISION)
+        grad += written
+        k_sum = tl.load(sums + t * (H * 2) + 1, t < left, 0.0)[:, None]
+        k_grad = k_rstd * (grad - kn * k_sum)
+        tl.store(dk + at, k_grad.to(dk.dtype.element_ty), inside)
+
+        E += tl.sum(g_part, 0)[None, :]
+        g_part -= kn * written
+        g_grad = E + g_part - _sum_rows(lower, g_part, PRECISION)
         # loaded again rather than kept in registers
-        z = tl.load(g + t[:, None] * g_row + j[None, :], cell, 0.0).to(tl.float32)
+        z = tl.load(g + t[:, None] * g_row + j[None, :], inside, 0.0).to(tl.float32)
         if HAS_BIAS:
             z += tl.load(dt_bias + h * D + j)[None, :]
         gate = sigmoid(rate * z)
-        x_grad = tl.where(cell, g_grad * lower_bound * gate * (1.0 - gate), 0.0)
-        z_grad = (rate * x_grad).to(dg.dtype.element_ty)
-        tl.store(dg + t[:, None] * (H * D) + j[None, :], z_grad, cell)
+        x_grad = tl.where(inside, g_grad * lower_bound * gate * (1.0 - gate), 0.0)
+        tl.store(dg + at, (rate * x_grad).to(dg.dtype.element_ty), inside)
         tl.store(d_bias + j, tl.sum(x_grad, 0))
-        a_sum += tl.sum(x_grad * z, 1)
-    tl.store(d_A_log + here, rate * tl.sum(a_sum, 0))
+        a_sum += tl.sum(tl.sum(x_grad * z, 1), 0)
+    tl.store(d_A_log + here, rate * a_sum)

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from openk3.ops.kda.segments import WHOLE, Segments, num_slots, plan_segments
-from openk3.ops.kda.triton_grads import grads_kernel
+from openk3.ops.kda.triton_grads import grads_kernel, pairs_kernel
 from openk3.ops.kda.triton_scan import scan_backward_kernel, scan_forward_kernel
 from openk3.ops.kda.triton_segments import fold_kernel
 from openk3.ops.kda.triton_tiles import prepare_kernel
@@ -30,17 +30,22 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@lru_cache
+def lower_ones(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[64, 64] of ones on and below the diagonal: a running sum as a matrix product."""
+    return torch.ones(BLOCK, BLOCK, dtype=dtype, device=device).tril()
+
+
 @dataclass(frozen=True)
 class Tuning:
     """Launch parameters of each kernel, chosen by measurement on an H200."""
 
-    prepare: dict[str, int] = field(default_factory=lambda: {"num_warps": 2})
+    prepare: dict[str, int] = field(default_factory=lambda: {"num_warps": 1, "maxnreg": 168})
     v_rows: int = 64
     forward: dict[str, int] = field(default_factory=lambda: {"num_warps": 4, "STAGES": 3})
     backward: dict[str, int] = field(default_factory=lambda: {"num_warps": 4, "STAGES": 3})
-    grads: dict[str, int] = field(
-        default_factory=lambda: {"num_warps": 8, "BK": 32, "STAGES": 1}
-    )
+    pairs: dict[str, int] = field(default_factory=lambda: {"num_warps": 4})
+    grads: dict[str, int] = field(default_factory=lambda: {"num_warps": 4, "BK": 32})
 
 
 TUNING = Tuning()
@@ -99,11 +104,11 @@ def as_rows(x: Tensor) -> Tensor:
 def prepare(
     p: Problem, q, k, g, beta, A_log, dt_bias, cu, lower_bound, scale, rstd=None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scratch of all tiles: wqk [slots,H,3,16,D], tp [slots,H,2,16,16], totals [slots,H,D]."""
+    """Scratch of all tiles: wqk [slots,H,3,16,D], tp [slots,H,2,16,16], gamma [slots,H,D]."""
     slots, device = p.slots(TILE), q.device
     wqk = torch.empty(slots, p.heads, 3, TILE, p.dim, dtype=p.operand, device=device)
     tp = torch.empty(slots, p.heads, 2, TILE, TILE, dtype=p.operand, device=device)
-    totals = torch.empty(slots, p.heads, p.dim, dtype=torch.float32, device=device)
+    gamma = torch.empty(slots, p.heads, p.dim, dtype=torch.float32, device=device)
     prepare_kernel[(slots * p.heads,)](
         q,
         k,
@@ -113,7 +118,7 @@ def prepare(
         dt_bias,
         wqk=wqk,
         tp=tp,
-        totals=totals,
+        gamma=gamma,
         rstd=rstd,
         num_seqs=p.num_seqs,
         scale=scale,
@@ -125,11 +130,11 @@ def prepare(
         SAVE_RSTD=rstd is not None,
         OPERAND=_triton_dtype(p.operand),
         PRECISION=p.precision,
-        SMALL_PRECISION="tf32x3",
+        SMALL_PRECISION="tf32x3" if p.operand == torch.float32 else "bf16x3",
         **p.common(cu),
         **TUNING.prepare,
     )
-    return wqk, tp, totals
+    return wqk, tp, gamma
 
 
 def forward(
@@ -189,6 +194,7 @@ def forward(
             D=p.dim,
             C=TILE,
             V_ROWS=p.v_rows,
+            SPLIT=p.segments.split,
             SUMMARY=summary,
             HAS_INITIAL=initial is not None,
             HAS_FINAL=output_final,
@@ -243,8 +249,9 @@ def backward(
     new = dict(dtype=torch.float32, device=device)
     square = (p.heads, p.dim, p.dim)
     u, checkpoints, transition = saved
-    rstd = torch.empty(p.rows, p.heads, 2, **new)
-    scratch = prepare(p, q, k, g, beta, A_log, dt_bias, cu, lower_bound, scale, rstd)
+    norms = torch.empty(p.rows, p.heads, 2, **new)
+    scratch = prepare(p, q, k, g, beta, A_log, dt_bias, cu, lower_bound, scale, norms)
+    gamma = scratch[2]
     dv = torch.empty(p.rows, p.heads, p.dim, dtype=v.dtype, device=device)
     d_initial = torch.empty(p.num_seqs, *square, **new) if need_initial else None
     ends = torch.empty(p.slots(BLOCK), *square, dtype=p.operand, device=device)
@@ -266,6 +273,7 @@ def backward(
             D=p.dim,
             C=TILE,
             V_ROWS=p.v_rows,
+            SPLIT=p.segments.split,
             SUMMARY=summary,
             HAS_FINAL=d_final is not None,
             HAS_INITIAL=need_initial,
@@ -278,47 +286,67 @@ def backward(
         scan(summary=True)
         _fold(p, carry, transition, cu, reverse=True)
     scan(summary=False)
-    totals = scratch[2]
     del scratch, carry
 
-    dq, dk, dg = (torch.empty(p.rows, p.heads, p.dim, dtype=x.dtype, device=device) for x in (q, k, g))
+    pairs = torch.empty(p.slots(BLOCK), p.heads, 2, BLOCK, BLOCK, dtype=p.operand, device=device)
+    sums = torch.empty(p.rows, p.heads, 2, **new)
     d_beta = torch.empty(p.rows, p.heads, dtype=beta.dtype, device=device)
+    pairs_kernel[(p.slots(BLOCK) * p.heads,)](
+        v,
+        beta,
+        u,
+        o,
+        d_o,
+        dv,
+        pairs=pairs,
+        sums=sums,
+        d_beta=d_beta,
+        num_seqs=p.num_seqs,
+        **_strides(v=v, beta=beta, o=d_o),
+        D=p.dim,
+        L=BLOCK,
+        PRECISION=p.precision,
+        **p.common(cu),
+        **TUNING.pairs,
+    )
+    dq, dk, dg = (
+        torch.empty(p.rows, p.heads, p.dim, dtype=x.dtype, device=device) for x in (q, k, g)
+    )
     d_bias = torch.zeros(p.slots(BLOCK), p.heads, p.dim, **new)
     d_A_log = torch.zeros(p.slots(BLOCK), p.heads, **new)
     grads_kernel[(p.slots(BLOCK) * p.heads,)](
         q,
         k,
-        v,
         g,
-        beta,
         A_log,
         dt_bias,
         u=u,
-        o=o,
         d_o=d_o,
         dv=dv,
-        rstd=rstd,
-        totals=totals,
+        pairs=pairs,
+        sums=sums,
+        norms=norms,
+        gamma=gamma,
+        ones=lower_ones(p.operand, device),
         starts=checkpoints,
         ends=ends,
         dq=dq,
         dk=dk,
         dg=dg,
-        d_beta=d_beta,
         d_bias=d_bias,
         d_A_log=d_A_log,
         num_seqs=p.num_seqs,
         scale=scale,
         lower_bound=lower_bound,
-        **_strides(q=q, k=k, g=g, beta=beta, v=v, o=d_o),
+        **_strides(q=q, k=k, g=g, o=d_o),
         D=p.dim,
+        L=BLOCK,
         HAS_BIAS=dt_bias is not None,
-        OPERAND=_triton_dtype(p.operand),
         PRECISION=p.precision,
         **p.common(cu),
         **TUNING.grads,
     )
-    d_bias = (d_bias.sum(0) * A_log.exp()[:, None]) if dt_bias is not None else None
+    d_bias = d_bias.sum(0) * A_log.exp()[:, None] if dt_bias is not None else None
     return dq, dk, dv, dg, d_beta, d_A_log.sum(0), d_bias, d_initial
 
 

@@ -16,7 +16,7 @@ Legend: C = 16 tokens of a tile, D head width, H heads, N sequences.
 import triton
 import triton.language as tl
 
-from openk3.ops.kda.triton_math import exp2, first_slot, locate
+from openk3.ops.kda.triton_math import first_slot, locate
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def scan_forward_kernel(
     v,
     wqk,
     tp,
-    totals,
+    gamma,
     initial,  # [N, H, K, V] float32
     carry,  # [segments, H, V, K] float32: SUMMARY writes a segment's end, else the start of the next
     transition,  # [segments, H, K, K] float32: M^T
@@ -45,6 +45,7 @@ def scan_forward_kernel(
     C: tl.constexpr,
     V_ROWS: tl.constexpr,
     PACKED: tl.constexpr,
+    SPLIT: tl.constexpr,
     SUMMARY: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
     HAS_FINAL: tl.constexpr,
@@ -84,7 +85,7 @@ def scan_forward_kernel(
                 S = tl.load(initial + state)
     elif SUMMARY:
         S = tl.where(is_identity & (column[:, None] == d[None, :]), 1.0, S)
-    else:
+    elif SPLIT:
         S = tl.load(carry + here - H * (D * D))
 
     num_tiles = tl.cdiv(tl.minimum(length - first_token, segment), C)
@@ -111,7 +112,7 @@ def scan_forward_kernel(
         minus_W = tl.load(tile_CD)
         kg = tl.load(tile_CD + 2 * C * D)
         T = tl.load(tile_CC)
-        decay = exp2(tl.load(totals + tile * D + d))
+        decay = tl.load(gamma + tile * D + d)
         row = row0 + t * C
         inside = (i < left - t * C)[:, None] & (column < D)[None, :]
         x = tl.load(v + row * v_row + h * v_head + i[:, None] * v_row + column[None, :], inside, 0.0)
@@ -146,7 +147,7 @@ def scan_backward_kernel(
     d_o,
     wqk,
     tp,
-    totals,
+    gamma,
     d_final,  # [N, H, K, V] float32
     carry,  # [segments, H, V, K] float32: gradient of the state at a segment's start
     cu,
@@ -163,6 +164,7 @@ def scan_backward_kernel(
     C: tl.constexpr,
     V_ROWS: tl.constexpr,
     PACKED: tl.constexpr,
+    SPLIT: tl.constexpr,
     SUMMARY: tl.constexpr,
     HAS_FINAL: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
@@ -194,7 +196,7 @@ def scan_backward_kernel(
     if last:
         if HAS_FINAL:
             dS = tl.load(d_final + state)
-    elif not SUMMARY:
+    elif SPLIT and not SUMMARY:
         dS = tl.load(carry + here + H * (D * D))
 
     num_tiles = tl.cdiv(tl.minimum(length - first_token, segment), C)
@@ -217,7 +219,7 @@ def scan_backward_kernel(
         minus_W = tl.load(tile_CD)
         Q = tl.load(tile_CD + C * D)
         kg = tl.load(tile_CD + 2 * C * D)
-        decay = exp2(tl.load(totals + tile * D + d))
+        decay = tl.load(gamma + tile * D + d)
         row = row0 + t * C
         inside = (i < left - t * C)[:, None] & (column < D)[None, :]
         x = tl.load(

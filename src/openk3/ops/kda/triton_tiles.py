@@ -14,23 +14,27 @@ Legend: C = 16 tokens of a tile, D head width, H heads, N sequences, T tokens of
 import triton
 import triton.language as tl
 
-from openk3.ops.kda.triton_math import L2_EPS, LOG2E, exp2, locate, sigmoid
+from openk3.ops.kda.triton_math import L2_EPS, LOG2E, exp2, locate, reciprocal, sigmoid
 
 
 @triton.jit
 def unit_lower_inverse(N, C: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + N)^-1 of strictly lower N [16, 16] = (I - N)(I + N^2)(I + N^4)(I + N^8).
+    """(I + N)^-1 of strictly lower N [16, 16]. PRECISION: of the products, at least 16 bits.
 
-    The powers of N reach binomials in size and cancel: they need float32-like products.
+    The diagonal blocks of 8 by (I - B)(I + B^2)(I + B^4), exact since B^8 = 0; then, with X their
+    inverse and L the rest, X - X L X. Equal keys without decay make the powers of B reach 20 (3432
+    without blocks) and cancel.
     """
     i = tl.arange(0, C)
-    X = tl.where(i[:, None] == i[None, :], 1.0, 0.0) - N
-    power = tl.dot(N, N, input_precision=PRECISION)
-    X += tl.dot(X, power, input_precision=PRECISION)
+    same = (i[:, None] // 8) == (i[None, :] // 8)
+    power = tl.where(same, N, 0.0)
+    X = tl.where(i[:, None] == i[None, :], 1.0, 0.0) - power
     power = tl.dot(power, power, input_precision=PRECISION)
-    X += tl.dot(X, power, input_precision=PRECISION)
+    X = tl.dot(X, power, X, input_precision=PRECISION)
     power = tl.dot(power, power, input_precision=PRECISION)
-    return X + tl.dot(X, power, input_precision=PRECISION)
+    X = tl.dot(X, power, X, input_precision=PRECISION)
+    rest = tl.dot(tl.where(same, 0.0, N), X, input_precision=PRECISION)
+    return X - tl.dot(X, rest, input_precision=PRECISION)
 
 
 @triton.jit
@@ -44,7 +48,7 @@ def prepare_kernel(
     cu,
     wqk,  # out [slots, H, 3, C, D]: -W, Q, kg
     tp,  # out [slots, H, 2, C, C]: T, P T
-    totals,  # out [slots, H, D] float32: log2 decay of the whole tile
+    gamma,  # out [slots, H, D] float32: decay of the whole tile
     rstd,  # out [rows, H, 2] float32: 1 / |q| and 1 / |k|, or None
     tokens,
     num_seqs,
@@ -84,24 +88,24 @@ def prepare_kernel(
     z = tl.load(g + row * g_row + h * g_head + r[:, None] * g_row + d[None, :]).to(tl.float32)
     if HAS_BIAS:
         z += tl.load(dt_bias + h * D + d)[None, :]
-    rate = exp2(tl.load(A_log + h) * LOG2E)
+    rate = exp2(tl.load(A_log + h) * LOG2E) * LOG2E
     steepest = tl.where(valid, lower_bound * LOG2E, 0.0)[:, None]
-    decay = sigmoid(rate * z) * steepest
+    decay = steepest * reciprocal(1.0 + exp2(z * -rate))  # eq. 5, in log2
     G = tl.cumsum(decay, 0)
-    total = tl.sum(decay, 0)
+    whole = exp2(tl.sum(decay, 0))
 
+    here = slot.to(tl.int64) * H + h
+    tile_CD = wqk + here * (3 * C * D) + i[:, None] * D + d[None, :]
     x = tl.load(k + row * k_row + h * k_head + r[:, None] * k_row + d[None, :]).to(tl.float32)
     k_rstd = tl.where(valid, tl.rsqrt(tl.sum(x * x, 1) + L2_EPS), 0.0)
-    x *= k_rstd[:, None]
-    shrink = exp2(G)
-    k_plus = (x * shrink).to(OPERAND)
-    x *= exp2(-G)
+    x *= k_rstd[:, None] * exp2(-G)
     k_minus = x.to(OPERAND)
-    k_gamma = x * exp2(total)[None, :]
+    tl.store(tile_CD + 2 * C * D, (x * whole[None, :]).to(OPERAND))
+    shrink = exp2(G)
+    k_plus = (x * shrink * shrink).to(OPERAND)
     y = tl.load(q + row * q_row + h * q_head + r[:, None] * q_row + d[None, :]).to(tl.float32)
     q_rstd = tl.rsqrt(tl.sum(y * y, 1) + L2_EPS)
-    y *= (q_rstd * scale)[:, None]
-    q_plus = y * shrink
+    q_plus = y * (q_rstd * scale)[:, None] * shrink
 
     A = tl.dot(k_plus, tl.trans(k_minus), input_precision=PRECISION)
     P = tl.dot(q_plus.to(OPERAND), tl.trans(k_minus), input_precision=PRECISION)
@@ -112,17 +116,14 @@ def prepare_kernel(
     T = unit_lower_inverse(A, C, SMALL_PRECISION) * b[None, :]
     PT = tl.dot(P, T, input_precision=SMALL_PRECISION)
     W = tl.dot(T.to(OPERAND), k_plus, input_precision=PRECISION)
-    Q = q_plus - tl.dot(PT.to(OPERAND), k_plus, input_precision=PRECISION)
+    Q = tl.dot((-PT).to(OPERAND), k_plus, q_plus, input_precision=PRECISION)
 
-    here = slot.to(tl.int64) * H + h
-    tile_CD = wqk + here * (3 * C * D) + i[:, None] * D + d[None, :]
     tl.store(tile_CD, (-W).to(OPERAND))
     tl.store(tile_CD + C * D, Q.to(OPERAND))
-    tl.store(tile_CD + 2 * C * D, k_gamma.to(OPERAND))
     tile_CC = tp + here * (2 * C * C) + i[:, None] * C + i[None, :]
     tl.store(tile_CC, T.to(OPERAND))
     tl.store(tile_CC + C * C, PT.to(OPERAND))
-    tl.store(totals + here * D + d, total)
+    tl.store(gamma + here * D + d, whole)
     if SAVE_RSTD:
         norms = rstd + ((row + i) * H + h) * 2
         tl.store(norms, q_rstd, valid)
