@@ -211,8 +211,6 @@ def grads_kernel(
         kn = tl.load(k + t[:, None] * k_row + j[None, :], inside, 0.0).to(tl.float32) * k_rstd
 
         S = tl.load(starts + d[:, None] * D + j[None, :])  # [V, BK]
-        dS = tl.load(ends + d[:, None] * D + j[None, :])
-        E = exp2(end) * tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)[None, :]
         at = t[:, None] * (H * D) + j[None, :]
 
         # Readers: what came from before the block through S, and pairs inside it. A row takes
@@ -249,12 +247,15 @@ def grads_kernel(
         written = tl.dot(tl.trans(Z), half, written, input_precision=PRECISION)
         g_part -= out1.to(tl.float32) * written
         grad += exp2(pivot1 - G) * written
+        dS = tl.load(ends + d[:, None] * D + j[None, :])
         written = exp2(end - G) * tl.dot(U, dS, input_precision=PRECISION)
         grad += written
         k_sum = tl.load(sums + t * (H * 2) + 1, t < left, 0.0)[:, None]
         k_grad = k_rstd * (grad - kn * k_sum)
         tl.store(dk + at, k_grad.to(dk.dtype.element_ty), inside)
 
+        S = tl.load(starts + d[:, None] * D + j[None, :])
+        E = exp2(end) * tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)[None, :]
         E += tl.sum(g_part, 0)[None, :]
         g_part -= kn * written
         g_grad = E + g_part - _sum_rows(lower, g_part, PRECISION)

@@ -109,23 +109,24 @@ def scan_forward_kernel(
         tile = (tile0 + t) * H + h
         tile_CD = wqk + tile * (3 * C * D) + i[:, None] * D + d[None, :]
         tile_CC = tp + tile * (2 * C * C) + i[:, None] * C + i[None, :]
-        minus_W = tl.load(tile_CD)
         kg = tl.load(tile_CD + 2 * C * D)
-        T = tl.load(tile_CC)
         decay = tl.load(gamma + tile * D + d)
         row = row0 + t * C
         inside = (i < left - t * C)[:, None] & (column < D)[None, :]
         x = tl.load(v + row * v_row + h * v_head + i[:, None] * v_row + column[None, :], inside, 0.0)
         x = tl.trans(x.to(OPERAND))
         S_in = S.to(OPERAND)
-        U = tl.dot(x, tl.trans(T), input_precision=PRECISION)
-        U = tl.dot(S_in, tl.trans(minus_W), U, input_precision=PRECISION)
         out = row * (H * D) + h * D + i[:, None] * (H * D) + column[None, :]
-        if not SUMMARY:
-            Q = tl.load(tile_CD + C * D)
-            PT = tl.load(tile_CC + C * C)
-            y = tl.dot(x, tl.trans(PT), input_precision=PRECISION)
-            y = tl.dot(S_in, tl.trans(Q), y, input_precision=PRECISION)
+        if SUMMARY:
+            U = tl.dot(x, tl.trans(tl.load(tile_CC)), input_precision=PRECISION)
+            U = tl.dot(S_in, tl.trans(tl.load(tile_CD)), U, input_precision=PRECISION)
+        else:  # U and O in one product
+            i2 = tl.arange(0, 2 * C)
+            WQ = tl.load(wqk + tile * (3 * C * D) + i2[:, None] * D + d[None, :])
+            TP = tl.load(tp + tile * (2 * C * C) + i2[:, None] * C + i[None, :])
+            y = tl.dot(x, tl.trans(TP), input_precision=PRECISION)
+            y = tl.dot(S_in, tl.trans(WQ), y, input_precision=PRECISION)
+            U, y = tl.split(tl.permute(tl.reshape(y, (V_ROWS, 2, C)), (0, 2, 1)))
             tl.store(o + out, tl.trans(y).to(o.dtype.element_ty), inside)
         U_in = U.to(OPERAND)
         if SAVE:
