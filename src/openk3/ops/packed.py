@@ -11,6 +11,16 @@ from torch import Tensor
 from openk3.errors import InputError
 
 
+def check_offsets(batch: int, tokens: int, cu_seqlens: Tensor | None) -> int:
+    """The number of sequences. Checks cu_seqlens' form, and its values unless they are on a GPU."""
+    if cu_seqlens is None:
+        return batch
+    if cu_seqlens.device.type == "cpu":
+        return len(sequence_lengths(batch, tokens, cu_seqlens))
+    _check_form(batch, cu_seqlens)
+    return cu_seqlens.numel() - 1
+
+
 def sequence_lengths(batch: int, tokens: int, cu_seqlens: Tensor | None) -> list[int]:
     """Lengths of the N sequences of x [B, T, ...]: B times T, or the pieces of a packed row.
 
@@ -18,13 +28,7 @@ def sequence_lengths(batch: int, tokens: int, cu_seqlens: Tensor | None) -> list
     """
     if cu_seqlens is None:
         return [tokens] * batch
-    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
-        raise InputError(
-            f"cu_seqlens must be a 1-D integer tensor of N + 1 offsets, not shape "
-            f"{list(cu_seqlens.shape)} of {cu_seqlens.dtype}"
-        )
-    if batch != 1:
-        raise InputError(f"with cu_seqlens the batch must be 1 packed row, not {batch}")
+    _check_form(batch, cu_seqlens)
     offsets = cu_seqlens.tolist()
     lengths = [b - a for a, b in pairwise(offsets)]
     if offsets[0] != 0 or offsets[-1] != tokens or min(lengths, default=0) < 0:
@@ -33,6 +37,16 @@ def sequence_lengths(batch: int, tokens: int, cu_seqlens: Tensor | None) -> list
             f"{offsets[:8]}{'...' if len(offsets) > 8 else ''}"
         )
     return lengths
+
+
+def _check_form(batch: int, cu_seqlens: Tensor) -> None:
+    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
+        raise InputError(
+            f"cu_seqlens must be a 1-D integer tensor of N + 1 offsets, not shape "
+            f"{list(cu_seqlens.shape)} of {cu_seqlens.dtype}"
+        )
+    if batch != 1:
+        raise InputError(f"with cu_seqlens the batch must be 1 packed row, not {batch}")
 
 
 class Scatter(torch.autograd.Function):

@@ -7,7 +7,9 @@ from torch import Tensor
 
 from openk3.errors import InputError
 from openk3.ops.backends import Backend, BackendTable, always
-from openk3.ops.packed import sequence_lengths
+from openk3.ops.kda import external
+from openk3.ops.packed import check_offsets, sequence_lengths
+from openk3.ops.triton_support import triton_runs
 
 RECURRENT_BELOW = 5  # up to this many tokens a sequence, the recurrence is cheaper than a chunk
 
@@ -16,7 +18,49 @@ def _reference() -> Any:
     return kda_reference
 
 
-BACKENDS = BackendTable("kda", [Backend("reference", "nothing", always, _reference)])
+def _triton() -> Any:
+    from openk3.ops.kda.triton_op import kda_triton
+
+    return kda_triton
+
+
+def _triton_usable(
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+    value_width: int = 0,
+    lower_bound: float = -5.0,
+    needs_grad: bool = False,
+    with_states: bool = False,
+) -> tuple[bool, str]:
+    if dtype not in (torch.bfloat16, torch.float16):
+        return False, f"the kernels multiply in bfloat16; {dtype} inputs keep their precision"
+    if width not in (64, 128) or value_width not in (0, width):
+        return False, f"the kernels take K = V of 64 or 128, not {width} and {value_width}"
+    if not -5.0 <= lower_bound < 0:
+        return False, f"16 tokens of lower_bound {lower_bound} would leave float32's range"
+    if with_states and needs_grad:
+        return False, "the states at state_positions carry no gradient"
+    return triton_runs(device)
+
+
+BACKENDS = BackendTable(
+    "kda",
+    [
+        Backend("triton", "an NVIDIA GPU and the triton package", _triton_usable, _triton),
+        Backend("reference", "nothing", always, _reference),
+        # behind the reference: never chosen unasked
+        Backend("fla", "flash-linear-attention", external.fla_usable, lambda: external.kda_fla),
+        Backend("flash_kda", "FlashKDA", external.flash_kda_usable, lambda: external.kda_flash_kda),
+        Backend(
+            "attn_gym",
+            "attention-gym and nvidia-cutlass-dsl",
+            external.attn_gym_usable,
+            lambda: external.kda_attn_gym,
+        ),
+    ],
+)
 
 
 def kda(
@@ -38,6 +82,8 @@ def kda(
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Gated delta-rule attention of raw projections.
 
+    On a CUDA device the values of a cu_seqlens that is already there are trusted, not read.
+
     q, k [B,T,H,K], v [B,T,H,V], g [B,T,H,K] decay logits, beta [B,T,H] logits, all raw: L2 norm
     (eps 1e-6), the gate lower_bound * sigmoid(exp(A_log) (g + dt_bias)) of eq. 5 and the sigmoid of
     beta happen inside. A_log [H], dt_bias [H * K] or None, float32. scale None is K ** -0.5.
@@ -48,8 +94,19 @@ def kda(
     state_positions is given, the states after those tokens [P,H,K,V]. Raises InputError on a wrong
     shape and BackendError on a backend that cannot run here.
     """
-    lengths = _check(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, state_positions)
-    chosen = BACKENDS.resolve(backend, device=q.device, dtype=q.dtype, width=q.shape[-1])
+    _check(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, state_positions)
+    leaves = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    chosen = BACKENDS.resolve(
+        backend,
+        device=q.device,
+        dtype=q.dtype,
+        width=q.shape[-1],
+        value_width=v.shape[-1],
+        lower_bound=lower_bound,
+        needs_grad=torch.is_grad_enabled()
+        and any(x is not None and x.requires_grad for x in leaves),
+        with_states=state_positions is not None,
+    )
     return chosen.load()(
         q,
         k,
@@ -61,7 +118,6 @@ def kda(
         lower_bound=lower_bound,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         initial_state=initial_state,
-        lengths=lengths,
         cu_seqlens=cu_seqlens,
         output_final_state=output_final_state,
         state_positions=state_positions,
@@ -80,7 +136,6 @@ def kda_reference(
     lower_bound: float,
     scale: float,
     initial_state: Tensor | None,
-    lengths: list[int],
     cu_seqlens: Tensor | None,
     output_final_state: bool,
     state_positions: Tensor | None,
@@ -88,6 +143,7 @@ def kda_reference(
     """The plain torch backend: chunkwise, or the recurrence for a few tokens."""
     from openk3.ops.kda import reference
 
+    lengths = sequence_lengths(q.shape[0], q.shape[1], cu_seqlens)
     active = reference.activate(q, k, v, g, beta, A_log, dt_bias, lower_bound, scale)
     if initial_state is None:
         shape = (len(lengths), q.shape[2], k.shape[-1], v.shape[-1])
@@ -112,7 +168,7 @@ def _check(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     state_positions: Tensor | None,
-) -> list[int]:
+) -> None:
     if q.ndim != 4:
         raise InputError(f"q must be [B, T, H, K], not {list(q.shape)}")
     batch, tokens, heads, width = q.shape
@@ -125,18 +181,20 @@ def _check(
     ):
         if tuple(x.shape) != shape:
             raise InputError(f"{name} must be {list(shape)} to fit q, not {list(x.shape)}")
+    for name, x in (("k", k), ("v", v), ("g", g), ("beta", beta)):
+        if x.device != q.device:
+            raise InputError(f"{name} is on {x.device} but q on {q.device}")
     if dt_bias is not None and dt_bias.numel() != heads * width:
         raise InputError(f"dt_bias must hold {heads * width} values, not {dt_bias.numel()}")
-    lengths = sequence_lengths(batch, tokens, cu_seqlens)
+    num = check_offsets(batch, tokens, cu_seqlens)
     if initial_state is not None:
-        shape = (len(lengths), heads, width, v.shape[-1])
+        shape = (num, heads, width, v.shape[-1])
         if tuple(initial_state.shape) != shape:
             raise InputError(
-                f"initial_state must be {list(shape)} for {len(lengths)} sequences, not "
+                f"initial_state must be {list(shape)} for {num} sequences, not "
                 f"{list(initial_state.shape)}"
             )
     if state_positions is not None and (
         state_positions.ndim != 1 or state_positions.is_floating_point()
     ):
         raise InputError("state_positions must be a 1-D integer tensor of token indices")
-    return lengths

@@ -3,7 +3,7 @@
 A scan is serial over 16-token tiles, and one head of one sequence keeps one multiprocessor busy.
 With few heads and long sequences most of the GPU would idle; cutting costs a second pass (with a
 state twice as wide) and a serial fold over segments. The planner needs no sequence lengths, so it
-never waits for the GPU: with packed sequences it assumes that one of them may be as long as the row.
+never waits for the GPU: of packed sequences it assumes that one may be as long as the row.
 """
 
 from dataclasses import dataclass

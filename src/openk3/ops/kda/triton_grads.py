@@ -1,8 +1,8 @@
 """KDA in Triton, step 3 of the backward: gradients of q, k, g and beta, in parallel over blocks.
 
-A block of 64 tokens needs only the state S at its start and the gradient dS at its end (the scans'
-checkpoints), U and dV. With X = lower(dO U^T) and Z = strict_lower(dV U^T) [64, 64] and G the running
-log-decay of the block:
+A block of 64 tokens needs only the state S at its start and the gradient dS at its end (the
+scans' checkpoints), U and dV. With X = lower(dO U^T) and Z = strict_lower(dV U^T) [64, 64] and G
+the running log-decay of the block:
 
     dq_t  =  e^{G_t} S dO_t + sum_{i<=t} e^{G_t-G_i} X_ti k_i
     dk_t  = -e^{G_t} S dV_t - sum_{i<t} e^{G_t-G_i} Z_ti k_i                          (k as reader)
@@ -11,17 +11,20 @@ log-decay of the block:
     dg_t  = <S_e, dS>_V + sum_{s>=t} (q dq + k dk_reader - k dk_writer)_s
     dbeta_t = dV_t . u_t / beta_t
 
-e^{G_t-G_i} is split at a pivot, the middle of the reader's half of 32 tokens: then both factors stay
-within e^{+-80}, since inside the half 16 tokens lie on either side and earlier writers only shrink.
+e^{G_t-G_i} is split at a pivot, the middle of the reader's half of 32 tokens: then both factors
+stay within e^{+-80}, since inside the half 16 tokens lie on either side and earlier writers only shrink.
 Products with rounded operands are multiplied by the same rounded operands, so that what cancels in
 dg (the diagonal of X, pairs on one side of t) cancels to float32.
 
 The columns of a head are processed BK at a time, to fit the registers. What couples them, the
-products <q, dq> and <k, dk> of the L2 norms, is known beforehand: o is linear in q, and k enters only
-through r = v - S^T k and the update, so <q, dq> = <o, dO> and <k, dk> = 2 <dV, u> / beta - <dV, v>.
+products <q, dq> and <k, dk> of the L2 norms, is known beforehand: o is linear in q, and k enters
+only through r = v - S^T k and the update, so <q, dq> = <o, dO> and <k, dk> = 2 <dV, u> / beta - <dV, v>.
 
 Legend: L = 64 tokens of a block, D head width, H heads.
 """
+
+# Calls between jit functions look to a type checker like calls from Python.
+# pyright: reportGeneralTypeIssues=false, reportCallIssue=false, reportArgumentType=false
 
 import triton
 import triton.language as tl
@@ -59,7 +62,7 @@ def pairs_kernel(
     program = tl.program_id(0)
     h = program % H
     slot = program // H
-    n, index, start, length = locate(slot, cu, tokens, num_seqs, L, PACKED)
+    _n, index, start, length = locate(slot, cu, tokens, num_seqs, L, PACKED)
     if index * L >= length:
         return
     OPERAND: tl.constexpr = pairs.dtype.element_ty
@@ -105,7 +108,7 @@ def _sum_rows(ones, x, PRECISION: tl.constexpr):
         middle = rest.to(tl.bfloat16)
         low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
         return tl.dot(ones, high, tl.dot(ones, middle, tl.dot(ones, low)))
-    else:
+    else:  # noqa: RET505
         return tl.dot(ones, x, input_precision=PRECISION)
 
 

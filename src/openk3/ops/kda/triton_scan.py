@@ -1,7 +1,8 @@
 """KDA in Triton, step 2: the serial scans over tiles, forward and backward.
 
-The state lives in registers as S^T [V rows, K] in float32. As the left operand of the tensor cores
-it never passes through shared memory; the five matrices of a tile are right operands, fetched ahead.
+The state lives in registers as S^T [V rows, K] in float32. As the left operand of the tensor
+cores it never passes through shared memory; the five matrices of a tile are right operands,
+fetched ahead.
 
     forward   U = T V - W S          O = Q S + (P T) V         S  <- diag(gamma) S + kg^T U
     backward  Y = kg dS              dV = (P T)^T dO + T^T Y   dS <- diag(gamma) dS + Q^T dO - W^T Y
@@ -10,8 +11,12 @@ A program owns one segment of one head and V_ROWS columns of the state. With SUM
 a sequence run side by side: each from zero, and with the columns of the identity appended to the
 state (v = 0 there), which yields the segment's transition matrix M; triton_segments folds them.
 
-Legend: C = 16 tokens of a tile, D head width, H heads, N sequences.
+Legend: C = 16 tokens of a tile, BLOCK = 64 from one state checkpoint to the next, D head width, H
+heads, N sequences.
 """
+
+# Calls between jit functions look to a type checker like calls from Python.
+# pyright: reportGeneralTypeIssues=false, reportCallIssue=false, reportArgumentType=false
 
 import triton
 import triton.language as tl
@@ -26,7 +31,7 @@ def scan_forward_kernel(
     tp,
     gamma,
     initial,  # [N, H, K, V] float32
-    carry,  # [segments, H, V, K] float32: SUMMARY writes a segment's end, else the start of the next
+    carry,  # [segments, H, V, K] float32: the state after a segment
     transition,  # [segments, H, K, K] float32: M^T
     cu,
     o,  # [rows, H, V]
@@ -43,6 +48,7 @@ def scan_forward_kernel(
     v_head,
     D: tl.constexpr,
     C: tl.constexpr,
+    BLOCK: tl.constexpr,
     V_ROWS: tl.constexpr,
     PACKED: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -56,7 +62,6 @@ def scan_forward_kernel(
 ):
     PARTS: tl.constexpr = D // V_ROWS
     COPIES: tl.constexpr = 2 * PARTS if SUMMARY else PARTS
-    BLOCK_TILES: tl.constexpr = 4  # a state checkpoint every 4 tiles = 64 tokens
     program = tl.program_id(0)
     part = program % COPIES
     h = (program // COPIES) % H
@@ -67,9 +72,8 @@ def scan_forward_kernel(
         return
     last = first_token + segment >= length
     is_identity = part >= PARTS
-    if SUMMARY:
-        if last | (is_identity & (index == 0)):
-            return
+    if SUMMARY and (last | (is_identity & (index == 0))):
+        return
 
     i = tl.arange(0, C)
     d = tl.arange(0, D)
@@ -80,9 +84,8 @@ def scan_forward_kernel(
     here = (slot.to(tl.int64) * H + h) * (D * D) + column[:, None] * D + d[None, :]
     S = tl.zeros([V_ROWS, D], tl.float32)
     if index == 0:
-        if HAS_INITIAL:
-            if not is_identity:
-                S = tl.load(initial + state)
+        if HAS_INITIAL and (not is_identity):
+            S = tl.load(initial + state)
     elif SUMMARY:
         S = tl.where(is_identity & (column[:, None] == d[None, :]), 1.0, S)
     elif SPLIT:
@@ -90,14 +93,12 @@ def scan_forward_kernel(
 
     num_tiles = tl.cdiv(tl.minimum(length - first_token, segment), C)
     tile0 = (first_slot(n, start, tokens, C, PACKED) + first_token // C).to(tl.int64)
-    block0 = first_slot(n, start, tokens, C * BLOCK_TILES, PACKED) + first_token // (
-        C * BLOCK_TILES
-    )
+    block0 = first_slot(n, start, tokens, BLOCK, PACKED) + first_token // (BLOCK)
     row0 = (start + first_token).to(tl.int64)
     left = tl.where(is_identity, 0, length - first_token)
     for t in tl.range(0, num_tiles, num_stages=STAGES):
-        if (SAVE | HAS_WANTED) and (t % BLOCK_TILES == 0):
-            block = block0 + t // BLOCK_TILES
+        if (SAVE | HAS_WANTED) and (t * C % BLOCK == 0):
+            block = block0 + t * C // BLOCK
             to = h * (D * D) + column[:, None] * D + d[None, :]
             if SAVE:
                 block_at = checkpoints + block.to(tl.int64) * H * (D * D)
@@ -113,7 +114,9 @@ def scan_forward_kernel(
         decay = tl.load(gamma + tile * D + d)
         row = row0 + t * C
         inside = (i < left - t * C)[:, None] & (column < D)[None, :]
-        x = tl.load(v + row * v_row + h * v_head + i[:, None] * v_row + column[None, :], inside, 0.0)
+        x = tl.load(
+            v + row * v_row + h * v_head + i[:, None] * v_row + column[None, :], inside, 0.0
+        )
         x = tl.trans(x.to(OPERAND))
         S_in = S.to(OPERAND)
         out = row * (H * D) + h * D + i[:, None] * (H * D) + column[None, :]
@@ -138,9 +141,8 @@ def scan_forward_kernel(
             tl.store(transition + here, S)
         else:
             tl.store(carry + here, S)
-    elif HAS_FINAL:
-        if last:
-            tl.store(final + state, S)
+    elif HAS_FINAL and last:
+        tl.store(final + state, S)
 
 
 @triton.jit
@@ -163,6 +165,7 @@ def scan_backward_kernel(
     o_head,
     D: tl.constexpr,
     C: tl.constexpr,
+    BLOCK: tl.constexpr,
     V_ROWS: tl.constexpr,
     PACKED: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -173,7 +176,6 @@ def scan_backward_kernel(
     STAGES: tl.constexpr,
 ):
     PARTS: tl.constexpr = D // V_ROWS
-    BLOCK_TILES: tl.constexpr = 4  # a state checkpoint every 4 tiles = 64 tokens
     program = tl.program_id(0)
     part = program % PARTS
     h = (program // PARTS) % H
@@ -183,9 +185,8 @@ def scan_backward_kernel(
     if (index > 0) & (first_token >= length):
         return
     last = first_token + segment >= length
-    if SUMMARY:
-        if index == 0:
-            return
+    if SUMMARY and (index == 0):
+        return
 
     i = tl.arange(0, C)
     d = tl.arange(0, D)
@@ -202,15 +203,13 @@ def scan_backward_kernel(
 
     num_tiles = tl.cdiv(tl.minimum(length - first_token, segment), C)
     tile0 = (first_slot(n, start, tokens, C, PACKED) + first_token // C).to(tl.int64)
-    block0 = first_slot(n, start, tokens, C * BLOCK_TILES, PACKED) + first_token // (
-        C * BLOCK_TILES
-    )
+    block0 = first_slot(n, start, tokens, BLOCK, PACKED) + first_token // (BLOCK)
     row0 = (start + first_token).to(tl.int64)
     left = length - first_token
     for step in tl.range(0, num_tiles, num_stages=STAGES):
         t = num_tiles - 1 - step
-        if (not SUMMARY) and ((step == 0) | (t % BLOCK_TILES == BLOCK_TILES - 1)):
-            block = (block0 + t // BLOCK_TILES).to(tl.int64)
+        if (not SUMMARY) and ((step == 0) | ((t + 1) * C % BLOCK == 0)):
+            block = (block0 + t * C // BLOCK).to(tl.int64)
             to = h * (D * D) + column[:, None] * D + d[None, :]
             block_at = checkpoints + block * H * (D * D)
             tl.store(block_at + to, dS.to(checkpoints.dtype.element_ty))
@@ -240,6 +239,5 @@ def scan_backward_kernel(
 
     if SUMMARY:
         tl.store(carry + here, dS)
-    elif HAS_INITIAL:
-        if index == 0:
-            tl.store(d_initial + state, dS)
+    elif HAS_INITIAL and (index == 0):
+        tl.store(d_initial + state, dS)

@@ -1,11 +1,15 @@
 """KDA in Triton, step 2 for few heads: folding the segments that were scanned side by side.
 
-A segment is an affine map of the state, S_end = M S_start + S_local (K3 report §5.1.2). Going over a
-sequence's segments in order turns each S_local into the state after that segment; the gradient goes
-backwards with M^T. Everything here is float32: M's error would grow with the number of segments.
+A segment is an affine map of the state, S_end = M S_start + S_local (K3 report §5.1.2). Going over
+a sequence's segments in order turns each S_local into the state after that segment; the gradient
+goes backwards with M^T. All of it is float32: M's error would grow with the number of segments.
 
-Legend: H heads, D = K = V head width; states and M are stored transposed ([V, K] and [K_in, K_out]).
+Legend: H heads, D = K = V head width; states and M are stored transposed, [V, K] and
+[K_in, K_out].
 """
+
+# Calls between jit functions look to a type checker like calls from Python.
+# pyright: reportGeneralTypeIssues=false, reportCallIssue=false, reportArgumentType=false
 
 import triton
 import triton.language as tl
