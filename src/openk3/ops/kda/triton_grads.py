@@ -12,13 +12,14 @@ the running log-decay of the block:
     dbeta_t = dV_t . u_t / beta_t
 
 e^{G_t-G_i} is split at a pivot, the middle of the reader's half of 32 tokens: then both factors
-stay within e^{+-80}, since inside the half 16 tokens lie on either side and earlier writers only shrink.
-Products with rounded operands are multiplied by the same rounded operands, so that what cancels in
-dg (the diagonal of X, pairs on one side of t) cancels to float32.
+stay within e^{+-80}, since inside the half 16 tokens lie on either side and earlier writers only
+shrink. Products with rounded operands are multiplied by the same rounded operands, so that what
+cancels in dg (the diagonal of X, pairs on one side of t) cancels to float32.
 
 The columns of a head are processed BK at a time, to fit the registers. What couples them, the
 products <q, dq> and <k, dk> of the L2 norms, is known beforehand: o is linear in q, and k enters
-only through r = v - S^T k and the update, so <q, dq> = <o, dO> and <k, dk> = 2 <dV, u> / beta - <dV, v>.
+only through r = v - S^T k and the update, so <q, dq> = <o, dO> and <k, dk> = 2 <dV, u> / beta -
+<dV, v>.
 
 Legend: L = 64 tokens of a block, D head width, H heads.
 """
