@@ -1,133 +1,224 @@
 """Building blocks of Triton kernels that work on whole rows of D channels held in registers.
 
-A row is a tuple of [n, C] pieces whose n are the binary digits of D / C: 7168 = (4 + 2 + 1) x 1024,
-so that no lane works on padding. VEC is the number of neighbours one thread takes, C / VEC the
-number of threads. Loads keep the tensor's dtype; arithmetic is float32.
+A row is loaded as a tuple of [n, C] pieces whose n are the binary digits of its length over C, so
+that no lane works on padding: 7168 bfloat16 are 3584 words = (4 + 2 + 1) x 512. PACKED rows are
+bfloat16 pairs in 32-bit words; they stay words until `parts` opens them into float32 (the even
+channels of each piece, then the odd ones), because registers are what these kernels run out of.
+Unpacked rows open into one part a piece. VEC is the number of neighbours one thread takes.
 """
 
+import torch
 import triton
 import triton.language as tl
 
 
-def row_pieces(dim: int) -> tuple[tuple[int, ...], int]:
-    """(binary digits of dim / C, C) with C the largest power of two up to 1024 that divides dim."""
-    c = min(1024, dim & -dim)
-    n = dim // c
-    return tuple(1 << b for b in reversed(range(n.bit_length())) if n >> b & 1), c
+def row_layout(dim: int, dtype: torch.dtype) -> tuple[bool, tuple[int, ...], int]:
+    """(PACKED, binary digits of the row's length over C, C) for rows of `dim` channels."""
+    packed = dtype == torch.bfloat16
+    length = dim // 2 if packed else dim
+    c = min(512 if packed else 1024, length & -length)
+    n = length // c
+    return packed, tuple(1 << b for b in reversed(range(n.bit_length())) if n >> b & 1), c
 
 
 @triton.jit
-def add1(a, b):
-    return a + b
-
-
-@triton.jit
-def add2(a0, a1, b0, b1):
+def _add2(a0, a1, b0, b1):
     return a0 + b0, a1 + b1
 
 
 @triton.jit
-def add3(a0, a1, a2, b0, b1, b2):
+def _add3(a0, a1, a2, b0, b1, b2):
     return a0 + b0, a1 + b1, a2 + b2
 
 
 @triton.jit
-def add4(a0, a1, a2, a3, b0, b1, b2, b3):
+def _add4(a0, a1, a2, a3, b0, b1, b2, b3):
     return a0 + b0, a1 + b1, a2 + b2, a3 + b3
 
 
 @triton.jit
-def add6(a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5):
+def _add6(a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5):
     return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5
 
 
 @triton.jit
-def row_sums(parts):
+def row_sums(vectors):
     """Sum each [C] vector of the tuple; one barrier for all of them."""
-    if len(parts) == 1:
-        sums = (tl.reduce(parts[0], 0, add1),)
-    elif len(parts) == 2:
-        sums = tl.reduce(parts, 0, add2)
-    elif len(parts) == 3:
-        sums = tl.reduce(parts, 0, add3)
-    elif len(parts) == 4:
-        sums = tl.reduce(parts, 0, add4)
+    if len(vectors) == 1:
+        sums = (tl.sum(vectors[0], 0),)
+    elif len(vectors) == 2:
+        sums = tl.reduce(vectors, 0, _add2)
+    elif len(vectors) == 3:
+        sums = tl.reduce(vectors, 0, _add3)
+    elif len(vectors) == 4:
+        sums = tl.reduce(vectors, 0, _add4)
     else:
-        sums = tl.reduce(parts, 0, add6)
+        sums = tl.reduce(vectors, 0, _add6)
     return sums
 
 
 @triton.jit
+def _offsets(start, N: tl.constexpr, C: tl.constexpr, VEC: tl.constexpr):
+    cols = tl.max_contiguous(tl.arange(0, C), VEC)
+    return start + tl.arange(0, N)[:, None] * C + cols[None, :]
+
+
+@triton.jit
 def load_row(
-    ptr,
-    row,
-    D: tl.constexpr,
-    PIECES: tl.constexpr,
-    C: tl.constexpr,
-    VEC: tl.constexpr,
-    EVICT: tl.constexpr,
-):
-    """Row `row` of a contiguous [*, D] tensor as a tuple of [n, C] pieces in its own dtype."""
-    base = ptr + row * D
+    ptr, row, LENGTH: tl.constexpr, PACKED: tl.constexpr, PIECES: tl.constexpr, C: tl.constexpr,
+    VEC: tl.constexpr, EVICT: tl.constexpr,
+):  # fmt: skip
+    """Row `row`, of LENGTH elements or words, of a contiguous matrix as its raw pieces."""
+    if PACKED:
+        ptr = ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    base = ptr + row * LENGTH
     pieces = ()
     start = 0
     for i in tl.static_range(len(PIECES)):
-        cols = tl.max_contiguous(tl.arange(0, C), VEC)
-        offs = start + tl.arange(0, PIECES[i])[:, None] * C + cols[None, :]
+        offs = _offsets(start, PIECES[i], C, VEC)
         pieces = pieces + (tl.load(base + offs, eviction_policy=EVICT),)
         start += PIECES[i] * C
     return pieces
 
 
 @triton.jit
-def store_row(
-    ptr, row, pieces, D: tl.constexpr, PIECES: tl.constexpr, C: tl.constexpr, VEC: tl.constexpr
-):
-    base = ptr + row * D
+def load_vector(
+    ptr, PACKED: tl.constexpr, PIECES: tl.constexpr, C: tl.constexpr, VEC: tl.constexpr
+):  # fmt: skip
+    """A float32 or bfloat16 vector as float32 parts that match an opened row's.
+
+    Neighbours are loaded as one integer and taken apart, so that the parts lie where a row's do.
+    """
+    wide: tl.constexpr = ptr.dtype.element_ty == tl.float32
+    if PACKED:
+        ptr = ptr.to(tl.pointer_type(tl.int64 if wide else tl.int32), bitcast=True)
+    out = ()
     start = 0
     for i in tl.static_range(len(PIECES)):
-        cols = tl.max_contiguous(tl.arange(0, C), VEC)
-        offs = start + tl.arange(0, PIECES[i])[:, None] * C + cols[None, :]
-        tl.store(base + offs, pieces[i].to(ptr.dtype.element_ty))
-        start += PIECES[i] * C
-
-
-@triton.jit
-def repack(x, zero, OPAQUE: tl.constexpr):
-    """The same row, hidden from the optimizer: it stays packed instead of living on as float32."""
-    out = ()
-    for i in tl.static_range(len(x)):
-        if OPAQUE:
-            out = out + (
-                tl.inline_asm_elementwise(
-                    "or.b32 $0, $1, $2;",
-                    "=r,r,r",
-                    [x[i], zero],
-                    dtype=x[i].dtype,
-                    is_pure=True,
-                    pack=2,
-                ),
-            )
+        offs = _offsets(start, PIECES[i], C, VEC)
+        x = tl.load(ptr + offs, eviction_policy="evict_last")
+        if PACKED:
+            if wide:
+                even = x.to(tl.int32).to(tl.float32, bitcast=True)
+                odd = (x >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+            else:
+                even = (x << 16).to(tl.float32, bitcast=True)
+                odd = (x & -65536).to(tl.float32, bitcast=True)
+            out = out + (even, odd)
         else:
-            out = out + (x[i],)
+            out = out + (x.to(tl.float32),)
+        start += PIECES[i] * C
     return out
 
 
 @triton.jit
+def hide(row, zero, PACKED: tl.constexpr):
+    """The same words behind an OR with a zero the compiler cannot see.
+
+    Without it the float32 parts of a row's first use stay alive until its second.
+    """
+    out = ()
+    for i in tl.static_range(len(row)):
+        if PACKED:
+            out = out + (row[i] | zero,)
+        else:
+            out = out + (row[i],)
+    return out
+
+
+@triton.jit
+def parts(row, PACKED: tl.constexpr):
+    """Open raw pieces into float32 parts."""
+    out = ()
+    for i in tl.static_range(len(row)):
+        if PACKED:
+            even = (row[i] << 16).to(tl.float32, bitcast=True)
+            odd = (row[i] & -65536).to(tl.float32, bitcast=True)
+            out = out + (even, odd)
+        else:
+            out = out + (row[i].to(tl.float32),)
+    return out
+
+
+@triton.jit
+def _pair(even, odd, ASM: tl.constexpr):
+    """Two float32 rounded to nearest even and packed as bfloat16."""
+    if ASM:
+        word = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=tl.int32, is_pure=True,
+            pack=1,
+        )  # fmt: skip
+    else:
+        low = even.to(tl.uint32, bitcast=True)
+        high = odd.to(tl.uint32, bitcast=True)
+        low = (low + 0x7FFF + ((low >> 16) & 1)) >> 16
+        high = (high + 0x7FFF + ((high >> 16) & 1)) & 0xFFFF0000
+        word = (low | high).to(tl.int32, bitcast=True)
+    return word
+
+
+@triton.jit
+def close(row, dtype: tl.constexpr, PACKED: tl.constexpr, ASM: tl.constexpr):
+    """Float32 parts rounded to raw pieces of the row's dtype."""
+    out = ()
+    if PACKED:
+        for i in tl.static_range(len(row) // 2):
+            out = out + (_pair(row[2 * i], row[2 * i + 1], ASM),)
+    else:
+        for i in tl.static_range(len(row)):
+            out = out + (row[i].to(dtype),)
+    return out
+
+
+@triton.jit
+def store_row(
+    ptr, row, pieces, LENGTH: tl.constexpr, PACKED: tl.constexpr, PIECES: tl.constexpr,
+    C: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """Store raw pieces."""
+    if PACKED:
+        ptr = ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    base = ptr + row * LENGTH
+    start = 0
+    for i in tl.static_range(len(PIECES)):
+        tl.store(base + _offsets(start, PIECES[i], C, VEC), pieces[i])
+        start += PIECES[i] * C
+
+
+@triton.jit
+def store_vector(
+    ptr, vector, PACKED: tl.constexpr, PIECES: tl.constexpr, C: tl.constexpr, VEC: tl.constexpr
+):  # fmt: skip
+    """Store float32 parts as a plain float32 vector."""
+    if PACKED:
+        ptr = ptr.to(tl.pointer_type(tl.int64), bitcast=True)
+    start = 0
+    for i in tl.static_range(len(PIECES)):
+        offs = _offsets(start, PIECES[i], C, VEC)
+        if PACKED:
+            even = vector[2 * i].to(tl.uint32, bitcast=True).to(tl.int64)
+            odd = vector[2 * i + 1].to(tl.uint32, bitcast=True).to(tl.int64)
+            tl.store(ptr + offs, (odd << 32) | even)
+        else:
+            tl.store(ptr + offs, vector[i])
+        start += PIECES[i] * C
+
+
+@triton.jit
 def dot_part(a, b):
-    """[C] partial sums of <a, b>, thread-local."""
-    part = tl.sum(a[0].to(tl.float32) * b[0].to(tl.float32), 0)
+    """[C] partial sums of <a, b> over float32 parts, thread-local."""
+    part = tl.sum(a[0] * b[0], 0)
     for i in tl.static_range(1, len(a)):
-        part += tl.sum(a[i].to(tl.float32) * b[i].to(tl.float32), 0)
+        part += tl.sum(a[i] * b[i], 0)
     return part
 
 
 @triton.jit
 def axpy(acc, x, scale):
-    """acc + scale * x, piece by piece, float32."""
+    """acc + scale * x, part by part."""
     out = ()
     for i in tl.static_range(len(acc)):
-        out = out + (acc[i] + scale * x[i].to(tl.float32),)
+        out = out + (acc[i] + scale * x[i],)
     return out
 
 
@@ -135,13 +226,21 @@ def axpy(acc, x, scale):
 def scaled(x, scale):
     out = ()
     for i in tl.static_range(len(x)):
-        out = out + (scale * x[i].to(tl.float32),)
+        out = out + (scale * x[i],)
     return out
 
 
 @triton.jit
-def zeros_row(PIECES: tl.constexpr, C: tl.constexpr):
+def times(x, y):
     out = ()
-    for i in tl.static_range(len(PIECES)):
-        out = out + (tl.zeros([PIECES[i], C], tl.float32),)
+    for i in tl.static_range(len(x)):
+        out = out + (x[i] * y[i],)
+    return out
+
+
+@triton.jit
+def zeros_like(x):
+    out = ()
+    for i in tl.static_range(len(x)):
+        out = out + (tl.zeros_like(x[i]),)
     return out

@@ -1,6 +1,6 @@
 """The AttnRes kernels in Triton's interpreter: output and every gradient against float64.
 
-Half precision is float16 here: the interpreter truncates bfloat16; tests/gpu has that.
+The kernels round bfloat16 by hand in the interpreter, whose own casts truncate.
 """
 
 import pytest
@@ -48,17 +48,15 @@ def test_output_and_gradients(num_sources, tokens, dim):
     )
 
 
-@pytest.mark.parametrize(("group", "ahead", "resident"), [(1, 0, 0), (2, 1, 2), (3, 3, 4)])
+@pytest.mark.parametrize(("group", "ahead", "resident"), [(1, 0, 0), (2, 1, 2), (3, 3, 3)])
 def test_every_schedule_computes_the_same(group, ahead, resident):
     inputs, d_out = draw(4, 3, 192, torch.float32, seed=1)
     query, weight, *sources = inputs
     exact = gradients(run_exact, [x.double() for x in inputs], d_out)
-    forward = triton_mix.Launch(1, 4, 1, group, ahead)
-    out, _, stats = triton_mix.launch_forward(
-        sources, query, weight, EPS, keep=True, config=forward
-    )
+    config = triton_mix.Launch(1, 1, group, ahead, resident)
+    out, _, stats = triton_mix.launch_forward(sources, query, weight, EPS, keep=True, config=config)
     d_sources, d_query, d_weight = triton_mix.launch_backward(
-        sources, query, weight, d_out.float(), stats, triton_mix.Launch(1, 4, 1, resident)
+        sources, query, weight, d_out.float(), stats, config
     )
     for got, wanted in zip((out, d_query, d_weight, *d_sources), exact, strict=True):
         assert relative_error(got, wanted) < 3e-6
@@ -67,12 +65,12 @@ def test_every_schedule_computes_the_same(group, ahead, resident):
 @pytest.mark.parametrize("score", [0.0, 50.0])
 def test_half_precision_gradients_stay_at_rounding_error(score):
     """Equal scores (a zero query, as at the start of training) and nearly one-hot weights."""
-    inputs, d_out = draw(4, 3, 192, torch.float16, seed=2, score=score)
-    d_out = d_out.half().double()
+    inputs, d_out = draw(4, 3, 192, torch.bfloat16, seed=2, score=score)
+    d_out = d_out.bfloat16().double()
     got = gradients(run_kernel, inputs, d_out)
     wanted = gradients(run_exact, [x.double() for x in inputs], d_out)
     for a, b in zip(got, wanted, strict=True):
-        assert relative_error(a, b) < 5e-4 or float(b.norm()) < 1e-9
+        assert relative_error(a, b) < 4e-3 or float(b.norm()) < 1e-9
 
 
 def test_the_query_gradient_survives_cancellation():
@@ -80,13 +78,12 @@ def test_the_query_gradient_survives_cancellation():
 
     A delta taken from the rounded output would start from 5e-4 and end near 1.
     """
-    inputs, d_out = draw(3, 4, 192, torch.float16, seed=3)
+    inputs, d_out = draw(3, 4, 192, torch.bfloat16, seed=3)
     base = inputs[2].float()
     noise = torch.Generator().manual_seed(4)
-    close = [
-        (base * (1 + 0.01 * torch.randn(base.shape, generator=noise))).half() for _ in range(3)
-    ]
-    inputs, d_out = [*[x.float() for x in inputs[:2]], *close], d_out.half().double()
+    scale = [1 + 0.01 * torch.randn(base.shape, generator=noise) for _ in range(3)]
+    close = [(base * factor).bfloat16() for factor in scale]
+    inputs, d_out = [*[x.float() for x in inputs[:2]], *close], d_out.bfloat16().double()
     got = gradients(run_kernel, inputs, d_out)
     wanted = gradients(run_exact, [x.double() for x in inputs], d_out)
     assert relative_error(got[1], wanted[1]) < 5e-3

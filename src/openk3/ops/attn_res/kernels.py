@@ -1,8 +1,7 @@
 """Triton kernels of Block AttnRes: one program walks tokens, one row of D channels at a time.
 
-Letters: T tokens, D channels, S sources. A row is held in registers as a few [n, C] pieces whose n
-are the binary digits of D / C (7168 = (4 + 2 + 1) x 1024), so that no lane works on padding.
-Sources stay separate tensors; everything between a load and a store is float32.
+Letters: T tokens, D channels, S sources. Sources stay separate tensors; everything between a load
+and a store is float32.
 
 The backward pass keeps no output: the softmax gradient needs delta = <d_out, out>, and taking it
 from a rounded `out` would put an error of that size into every gradient. It reads all sources of a
@@ -14,52 +13,56 @@ import triton.language as tl
 
 from openk3.ops.row_kernels import (
     axpy,
+    close,
     dot_part,
+    hide,
     load_row,
-    repack,
+    load_vector,
+    parts,
     row_sums,
     scaled,
     store_row,
-    zeros_row,
+    store_vector,
+    times,
+    zeros_like,
 )
 
 
 @triton.jit
 def _load_key(
-    query, norm_weight, D: tl.constexpr, PIECES: tl.constexpr, C: tl.constexpr, VEC: tl.constexpr
-):
+    query, norm_weight, PACKED: tl.constexpr, PIECES: tl.constexpr, C: tl.constexpr,
+    VEC: tl.constexpr,
+):  # fmt: skip
     """The only way query and key-norm weight enter: their product, float32."""
-    zero = tl.program_id(0) * 0
-    q = load_row(query, zero, D, PIECES, C, VEC, "evict_last")
-    w = load_row(norm_weight, zero, D, PIECES, C, VEC, "evict_last")
-    out = ()
-    for i in tl.static_range(len(PIECES)):
-        out = out + (q[i].to(tl.float32) * w[i].to(tl.float32),)
-    return out
+    q = load_vector(query, PACKED, PIECES, C, VEC)
+    return times(q, load_vector(norm_weight, PACKED, PIECES, C, VEC))
 
 
 @triton.jit
 def _fill(
     queue, sources, first, upto: tl.constexpr, t, t_next,
-    D: tl.constexpr, PIECES: tl.constexpr, C: tl.constexpr, VEC: tl.constexpr,
+    LENGTH: tl.constexpr, PACKED: tl.constexpr, PIECES: tl.constexpr, C: tl.constexpr,
+    VEC: tl.constexpr, EVICT: tl.constexpr = "evict_first",
 ):  # fmt: skip
     """Load until the queue holds sources first..upto-1; those past S are the next token's."""
     S: tl.constexpr = len(sources)
     for s in tl.static_range(first + len(queue), upto):
         if s < S:
-            queue = queue + (load_row(sources[s], t, D, PIECES, C, VEC, "evict_first"),)
+            row = load_row(sources[s], t, LENGTH, PACKED, PIECES, C, VEC, EVICT)
         else:
-            queue = queue + (load_row(sources[s - S], t_next, D, PIECES, C, VEC, "evict_first"),)
+            row = load_row(sources[s - S], t_next, LENGTH, PACKED, PIECES, C, VEC, EVICT)
+        queue = queue + (row,)
     return queue
 
 
 @triton.jit
-def _scores(rows, key, eps, D: tl.constexpr):
+def _scores(rows, key, eps, D: tl.constexpr, PACKED: tl.constexpr):
     """(score, 1/rms) of each row, interleaved in one tuple of scalars."""
-    parts = ()
+    vectors = ()
     for i in tl.static_range(len(rows)):
-        parts = parts + (dot_part(rows[i], rows[i]), dot_part(rows[i], key))
-    sums = row_sums(parts)
+        x = parts(rows[i], PACKED)
+        vectors = vectors + (dot_part(x, x), dot_part(x, key))
+    sums = row_sums(vectors)
     out = ()
     for i in tl.static_range(len(rows)):
         rstd = tl.rsqrt(sums[2 * i] / D + eps)
@@ -68,147 +71,139 @@ def _scores(rows, key, eps, D: tl.constexpr):
 
 
 @triton.jit
-def _store_normed(
-    mixed, weight, normed, t, eps, dtype: tl.constexpr,
-    D: tl.constexpr, PIECES: tl.constexpr, C: tl.constexpr, VEC: tl.constexpr,
+def _norm(
+    row, weight, eps, D: tl.constexpr, dtype: tl.constexpr, PACKED: tl.constexpr,
+    PIECES: tl.constexpr, C: tl.constexpr, VEC: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """RMSNorm of the row as a reader of the stored `out` would compute it, rounding included."""
-    w = load_row(weight, t * 0, D, PIECES, C, VEC, "evict_last")
-    rounded = ()
-    for i in tl.static_range(len(PIECES)):
-        rounded = rounded + (mixed[i].to(dtype).to(tl.float32),)
-    rstd = tl.rsqrt(row_sums((dot_part(rounded, rounded),))[0] / D + eps)
-    weighted = ()
-    for i in tl.static_range(len(PIECES)):
-        unit = (rounded[i] * rstd).to(dtype).to(tl.float32)
-        weighted = weighted + (unit * w[i].to(tl.float32),)
-    store_row(normed, t, weighted, D, PIECES, C, VEC)
+    """Raw RMSNorm of a raw row, with the model's order of casts: normalise, round, multiply."""
+    x = parts(row, PACKED)
+    rstd = tl.rsqrt(row_sums((dot_part(x, x),))[0] / D + eps)
+    unit = parts(close(scaled(x, rstd), dtype, PACKED, ASM), PACKED)
+    w = load_vector(weight, PACKED, PIECES, C, VEC)
+    return close(times(unit, w), dtype, PACKED, ASM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["zero"])
 def mix_forward(
     sources, query, norm_weight, out, normed, out_weight, stats, T, zero, eps, out_eps,
-    D: tl.constexpr, PIECES: tl.constexpr, C: tl.constexpr, VEC: tl.constexpr,
-    GROUP: tl.constexpr, AHEAD: tl.constexpr, OPAQUE: tl.constexpr,
+    D: tl.constexpr, PACKED: tl.constexpr, PIECES: tl.constexpr, C: tl.constexpr,
+    VEC: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr,
     STORE_OUT: tl.constexpr, STORE_STATS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """out [T, D]; stats [T, 2 S + 1] float32 = S scores, S reciprocal norms, log-sum-exp."""
+    """out [T, D]; stats [T, 2 S + 1] float32 = S scores, S reciprocal norms, log-sum-exp.
+
+    GROUP rows share a barrier; AHEAD more are requested before they are worked on.
+    """
     S: tl.constexpr = len(sources)
-    zero = zero.to(tl.int16)
-    key = _load_key(query, norm_weight, D, PIECES, C, VEC)
+    dtype: tl.constexpr = sources[0].dtype.element_ty
+    LENGTH: tl.constexpr = D // 2 if PACKED else D
+    key = _load_key(query, norm_weight, PACKED, PIECES, C, VEC)
     start = tl.program_id(0).to(tl.int64)
-    queue = _fill((), sources, 0, AHEAD, start, start, D, PIECES, C, VEC)
+    queue = _fill((), sources, 0, AHEAD, start, start, LENGTH, PACKED, PIECES, C, VEC)
     for t in tl.range(start, T, tl.num_programs(0)):
         t_next = tl.minimum(t + tl.num_programs(0), T - 1)
         peak = -float("inf")
         total = 0.0
-        acc = zeros_row(PIECES, C)
+        acc = zeros_like(key)
         for first in tl.static_range(0, S, GROUP):
             queue = _fill(
-                queue, sources, first, min(first + GROUP, S) + AHEAD, t, t_next, D, PIECES, C, VEC
-            )
+                queue, sources, first, min(first + GROUP, S) + AHEAD, t, t_next,
+                LENGTH, PACKED, PIECES, C, VEC,
+            )  # fmt: skip
             rows = queue[: min(GROUP, S - first)]
             queue = queue[min(GROUP, S - first) :]
-            scores = _scores(rows, key, eps, D)
+            scores = _scores(rows, key, eps, D, PACKED)
             top = peak
             for i in tl.static_range(len(rows)):
                 top = tl.maximum(top, scores[2 * i])
-            decay = tl.exp(peak - top)
+            if first > 0:
+                decay = tl.exp(peak - top)
+                total = total * decay
+                acc = scaled(acc, decay)
             peak = top
-            total = total * decay
-            acc = scaled(acc, decay)
             for i in tl.static_range(len(rows)):
                 p = tl.exp(scores[2 * i] - top)
                 total += p
-                acc = axpy(acc, repack(rows[i], zero, OPAQUE), p)
+                acc = axpy(acc, parts(hide(rows[i], zero, PACKED), PACKED), p)
                 if STORE_STATS:
                     tl.store(stats + t * (2 * S + 1) + first + i, scores[2 * i])
                     tl.store(stats + t * (2 * S + 1) + S + first + i, scores[2 * i + 1])
-        mixed = scaled(acc, 1.0 / total)
+        mixed = close(scaled(acc, 1.0 / total), dtype, PACKED, ASM)
         if STORE_STATS:
             tl.store(stats + t * (2 * S + 1) + 2 * S, peak + tl.log(total))
         if STORE_OUT:
-            store_row(out, t, mixed, D, PIECES, C, VEC)
+            store_row(out, t, mixed, LENGTH, PACKED, PIECES, C, VEC)
         if NORM:
-            dtype: tl.constexpr = sources[0].dtype.element_ty
-            _store_normed(mixed, out_weight, normed, t, out_eps, dtype, D, PIECES, C, VEC)
+            y = _norm(mixed, out_weight, out_eps, D, dtype, PACKED, PIECES, C, VEC, ASM)
+            store_row(normed, t, y, LENGTH, PACKED, PIECES, C, VEC)
 
 
 @triton.jit
-def _load_rows(
-    sources, upto: tl.constexpr, t,
-    D: tl.constexpr, PIECES: tl.constexpr, C: tl.constexpr, VEC: tl.constexpr,
-):  # fmt: skip
-    rows = ()
-    for s in tl.static_range(upto):
-        rows = rows + (load_row(sources[s], t, D, PIECES, C, VEC, "evict_first"),)
-    return rows
+def _dots(rows, g, zero, PACKED: tl.constexpr):
+    """<row, g> of at most three rows, one barrier."""
+    vectors = ()
+    for i in tl.static_range(len(rows)):
+        opened = parts(hide(g, zero, PACKED), PACKED)
+        vectors = vectors + (dot_part(parts(rows[i], PACKED), opened),)
+    return row_sums(vectors)
 
 
-@triton.jit
-def _dots(rows, g, zero, OPAQUE: tl.constexpr):
-    """<row, g> of every row, at most three to a barrier."""
-    dots = ()
-    for first in tl.static_range(0, len(rows), 3):
-        parts = ()
-        for i in tl.static_range(first, min(first + 3, len(rows))):
-            parts = parts + (dot_part(rows[i], repack(g, zero, OPAQUE)),)
-        dots = dots + row_sums(parts)
-    return dots
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["zero"])
 def mix_backward(
     sources, grads, query, norm_weight, d_out, stats, d_key, T, zero,
-    D: tl.constexpr, PIECES: tl.constexpr, C: tl.constexpr, VEC: tl.constexpr,
-    RESIDENT: tl.constexpr, OPAQUE: tl.constexpr,
+    D: tl.constexpr, PACKED: tl.constexpr, PIECES: tl.constexpr, C: tl.constexpr,
+    VEC: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr, RESIDENT: tl.constexpr,
+    ASM: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
     """grads: S tensors like sources; d_key [programs, D] float32 partial d(query * norm_weight).
 
-    The first RESIDENT rows of a token stay in registers between its two phases (dot products, then
-    gradients); as each is used up, the next token's row is requested in its place. The others are
-    read again, from the L2 cache.
+    Two phases a token: dot products of all rows, then gradients. The first RESIDENT rows stay in
+    registers in between, the others are read again from the nearest cache; GROUP rows share a
+    barrier and AHEAD rows, of the next token at the end, are requested before they are needed.
     """
     S: tl.constexpr = len(sources)
-    zero = zero.to(tl.int16)
-    key = _load_key(query, norm_weight, D, PIECES, C, VEC)
-    grad_key = zeros_row(PIECES, C)
+    dtype: tl.constexpr = sources[0].dtype.element_ty
+    LENGTH: tl.constexpr = D // 2 if PACKED else D
+    key = _load_key(query, norm_weight, PACKED, PIECES, C, VEC)
+    grad_key = zeros_like(key)
     start = tl.program_id(0).to(tl.int64)
-    rows = _load_rows(sources, RESIDENT, start, D, PIECES, C, VEC)
-    g_next = load_row(d_out, start, D, PIECES, C, VEC, "evict_first")
+    queue = _fill((), sources, 0, AHEAD, start, start, LENGTH, PACKED, PIECES, C, VEC, EVICT)
+    g_next = load_row(d_out, start, LENGTH, PACKED, PIECES, C, VEC, "evict_first")
     for t in tl.range(start, T, tl.num_programs(0)):
         t_next = tl.minimum(t + tl.num_programs(0), T - 1)
         row_stats = stats + t * (2 * S + 1)
         lse = tl.load(row_stats + 2 * S)
         g = g_next
-        dots = _dots(rows, g, zero, OPAQUE)
-        for s in tl.static_range(RESIDENT, S):
-            row = load_row(sources[s], t, D, PIECES, C, VEC, "evict_last")
-            dots = dots + _dots((row,), g, zero, OPAQUE)
-        g_next = load_row(d_out, t_next, D, PIECES, C, VEC, "evict_first")
+        kept = ()
+        dots = ()
+        for first in tl.static_range(0, S, GROUP):
+            queue = _fill(
+                queue, sources, first, min(first + GROUP, S) + AHEAD, t, t_next,
+                LENGTH, PACKED, PIECES, C, VEC, EVICT,
+            )  # fmt: skip
+            kept = kept + queue[: max(0, min(RESIDENT - first, GROUP, S - first))]
+            dots = dots + _dots(queue[: min(GROUP, S - first)], g, zero, PACKED)
+            queue = queue[min(GROUP, S - first) :]
+        g_next = load_row(d_out, t_next, LENGTH, PACKED, PIECES, C, VEC, "evict_first")
         mean = 0.0
         for s in tl.static_range(S):
             mean += tl.exp(tl.load(row_stats + s) - lse) * dots[s]
-        next_rows = ()
         for s in tl.static_range(S):
             score = tl.load(row_stats + s)
             rstd = tl.load(row_stats + S + s)
             p = tl.exp(score - lse)
             d_score = p * (dots[s] - mean) * rstd
             if s < RESIDENT:
-                row = repack(rows[s], zero, OPAQUE)
+                x = parts(hide(kept[s], zero, PACKED), PACKED)
             else:
-                row = load_row(sources[s], t, D, PIECES, C, VEC, "evict_first")
-            grad = axpy(scaled(repack(g, zero, OPAQUE), p), key, d_score)
-            grad = axpy(grad, row, -d_score * rstd * score / D)
-            store_row(grads[s], t, grad, D, PIECES, C, VEC)
-            grad_key = axpy(grad_key, row, d_score)
-            if s < RESIDENT:
-                next_rows = next_rows + (
-                    load_row(sources[s], t_next, D, PIECES, C, VEC, "evict_first"),
-                )
-        rows = next_rows
-    store_row(d_key, start, grad_key, D, PIECES, C, VEC)
+                row = load_row(sources[s], t, LENGTH, PACKED, PIECES, C, VEC, "evict_first")
+                x = parts(row, PACKED)
+            grad_key = axpy(grad_key, x, d_score)
+            grad = axpy(scaled(parts(hide(g, zero, PACKED), PACKED), p), key, d_score)
+            grad = axpy(grad, x, -d_score * rstd * score / D)
+            raw = close(grad, dtype, PACKED, ASM)
+            store_row(grads[s], t, raw, LENGTH, PACKED, PIECES, C, VEC)
+    store_vector(d_key + start * D, grad_key, PACKED, PIECES, C, VEC)
 
 
 @triton.jit

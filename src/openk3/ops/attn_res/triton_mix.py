@@ -4,7 +4,7 @@ Kept for the backward pass are the sources themselves (which exist anyway) and 2
 statistics a token; with the fused norm also the mixed row, which a plain residual would keep too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from openk3.ops.attn_res import kernels
 from openk3.ops.norm.triton_norm import rms_norm_backward
-from openk3.ops.row_kernels import row_pieces
+from openk3.ops.row_kernels import row_layout
 from openk3.ops.triton_support import launch, num_sms
 
 
@@ -21,37 +21,55 @@ class Launch(NamedTuple):
     """Tuned numbers of one kernel for one (sources, width)."""
 
     num_warps: int
-    vec: int
     per_sm: int
     """Programs a multiprocessor."""
     group: int
-    """Rows between two barriers (forward), or rows kept in registers (backward)."""
-    ahead: int = 0
+    """Rows that share a barrier, at most 3."""
+    ahead: int
+    """Rows requested before they are worked on."""
+    resident: int = 0
+    """Backward: rows that stay in registers between the two phases."""
 
 
 @cache
-def forward_launch(num_sources: int, dim: int, wide: bool) -> Launch:
-    _, c = row_pieces(dim)
-    if c < 1024 or wide:
-        return Launch(max(1, min(8, c // 128)), 4, 4, min(2, num_sources), 0)
-    return Launch(8, 4, 1, min(3, num_sources), min(3, num_sources))
+def forward_launch(num_sources: int, dim: int, dtype: torch.dtype) -> Launch:
+    if dtype == torch.bfloat16 and row_layout(dim, dtype)[2] == 512:
+        return Launch(8, 1, min(3, num_sources), min(3, num_sources))
+    return Launch(_few_warps(dim, dtype), 4, min(2, num_sources), 0)
 
 
 @cache
-def backward_launch(num_sources: int, dim: int, wide: bool) -> Launch:
-    _, c = row_pieces(dim)
-    if c < 1024 or wide:
-        return Launch(max(1, min(8, c // 128)), 4, 4, min(2, num_sources))
-    return Launch(8, 4, 1, min(9, num_sources))
+def backward_launch(num_sources: int, dim: int, dtype: torch.dtype) -> Launch:
+    if dtype == torch.bfloat16 and row_layout(dim, dtype)[2] == 512:
+        few = num_sources <= 3
+        return Launch(8, 1, min(3, num_sources), min(3, num_sources), num_sources if few else 0)
+    return Launch(_few_warps(dim, dtype), 4, min(2, num_sources), 0)
+
+
+def _few_warps(dim: int, dtype: torch.dtype) -> int:
+    return max(1, min(8, row_layout(dim, dtype)[2] // 64))
+
+
+def _meta(x: Tensor, config: Launch) -> dict[str, object]:
+    packed, pieces, c = row_layout(x.shape[1], x.dtype)
+    return {
+        "D": x.shape[1], "PACKED": packed, "PIECES": pieces, "C": c,
+        "VEC": max(1, c // (32 * config.num_warps)), "GROUP": config.group, "AHEAD": config.ahead,
+        "ASM": x.is_cuda, "num_warps": config.num_warps,
+    }  # fmt: skip
+
+
+def _key(
+    name: str, sources: Sequence[Tensor], query: Tensor, norm_weight: Tensor,
+    out_weight: Tensor | None, *facts: Hashable,
+) -> Hashable:  # fmt: skip
+    tokens, dim = sources[0].shape
+    dtypes = (sources[0].dtype, query.dtype, norm_weight.dtype, getattr(out_weight, "dtype", None))
+    return (name, len(sources), dim, tokens % 16 == 0, tokens == 1, dtypes, facts)
 
 
 def _grid(tokens: int, config: Launch, device: torch.device) -> tuple[int]:
     return (max(1, min(tokens, config.per_sm * num_sms(device))),)
-
-
-def _packed(x: Tensor) -> bool:
-    """Whether a row can be kept as packed pairs: 16-bit values on a GPU."""
-    return x.is_cuda and x.element_size() == 2
 
 
 def launch_forward(
@@ -68,8 +86,7 @@ def launch_forward(
     """Flat sources [T, D] -> (mixed, normed, stats [T, 2 S + 1] float32); None if unwanted."""
     first = sources[0]
     tokens, dim = first.shape
-    pieces, c = row_pieces(dim)
-    config = config or forward_launch(len(sources), dim, first.element_size() == 4)
+    config = config or forward_launch(len(sources), dim, first.dtype)
     out = torch.empty_like(first) if keep_out else None
     normed = torch.empty_like(first) if out_norm else None
     stats = first.new_empty(tokens, 2 * len(sources) + 1, dtype=torch.float32) if keep else None
@@ -79,9 +96,8 @@ def launch_forward(
             kernels.mix_forward, _grid(tokens, config, first.device),
             tuple(sources), query, norm_weight, out, normed, out_weight, stats,
             tokens, 0, eps, out_eps,
-            D=dim, PIECES=pieces, C=c, VEC=config.vec, GROUP=config.group, AHEAD=config.ahead,
-            OPAQUE=_packed(first), STORE_OUT=keep_out, STORE_STATS=keep, NORM=out_norm is not None,
-            num_warps=config.num_warps,
+            key=_key("forward", sources, query, norm_weight, out_weight, config, keep, keep_out),
+            STORE_OUT=keep_out, STORE_STATS=keep, NORM=out_norm is not None, **_meta(first, config),
         )  # fmt: skip
     return out, normed, stats
 
@@ -97,8 +113,7 @@ def launch_backward(
     """(gradients of the sources, of query, of norm_weight); the last two are summed in float32."""
     first = sources[0]
     tokens, dim = first.shape
-    pieces, c = row_pieces(dim)
-    config = config or backward_launch(len(sources), dim, first.element_size() == 4)
+    config = config or backward_launch(len(sources), dim, first.dtype)
     grads = tuple(torch.empty_like(v) for v in sources)
     d_query, d_norm = torch.empty_like(query), torch.empty_like(norm_weight)
     if not tokens:
@@ -108,12 +123,14 @@ def launch_backward(
     launch(
         kernels.mix_backward, grid,
         tuple(sources), grads, query, norm_weight, d_out, stats, d_key, tokens, 0,
-        D=dim, PIECES=pieces, C=c, VEC=config.vec, RESIDENT=config.group, OPAQUE=_packed(first),
-        num_warps=config.num_warps,
+        key=_key("backward", sources, query, norm_weight, None, config),
+        RESIDENT=config.resident, EVICT="evict_last", **_meta(first, config),
     )  # fmt: skip
     launch(
         kernels.reduce_key, (-(-dim // 64),),
-        d_key, query, norm_weight, d_query, d_norm, grid[0], D=dim, BLOCK=64, PARTS=32, num_warps=4,
+        d_key, query, norm_weight, d_query, d_norm, grid[0],
+        key=("reduce", dim, query.dtype, norm_weight.dtype, grid[0] % 16 == 0, grid[0] == 1),
+        D=dim, BLOCK=64, PARTS=32, num_warps=4,
     )  # fmt: skip
     return grads, d_query, d_norm
 

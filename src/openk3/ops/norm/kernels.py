@@ -7,50 +7,62 @@ the weight. The backward pass recomputes 1/rms from x, so nothing but x is kept.
 import triton
 import triton.language as tl
 
-from openk3.ops.row_kernels import axpy, dot_part, load_row, row_sums, scaled, store_row, zeros_row
+from openk3.ops.row_kernels import (
+    axpy,
+    close,
+    dot_part,
+    load_row,
+    load_vector,
+    parts,
+    row_sums,
+    scaled,
+    store_row,
+    store_vector,
+    times,
+    zeros_like,
+)
 
 
 @triton.jit
 def norm_forward(
     x_ptr, weight, out, T, eps,
-    D: tl.constexpr, PIECES: tl.constexpr, C: tl.constexpr, VEC: tl.constexpr,
+    D: tl.constexpr, PACKED: tl.constexpr, PIECES: tl.constexpr, C: tl.constexpr,
+    VEC: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = x_ptr.dtype.element_ty
+    LENGTH: tl.constexpr = D // 2 if PACKED else D
     start = tl.program_id(0).to(tl.int64)
-    w = load_row(weight, start * 0, D, PIECES, C, VEC, "evict_last")
+    w = load_vector(weight, PACKED, PIECES, C, VEC)
     for t in tl.range(start, T, tl.num_programs(0)):
-        x = load_row(x_ptr, t, D, PIECES, C, VEC, "evict_first")
+        x = parts(load_row(x_ptr, t, LENGTH, PACKED, PIECES, C, VEC, "evict_first"), PACKED)
         rstd = tl.rsqrt(row_sums((dot_part(x, x),))[0] / D + eps)
-        y = ()
-        for i in tl.static_range(len(PIECES)):
-            unit = (x[i].to(tl.float32) * rstd).to(dtype).to(tl.float32)
-            y = y + (unit * w[i].to(tl.float32),)
-        store_row(out, t, y, D, PIECES, C, VEC)
+        unit = parts(close(scaled(x, rstd), dtype, PACKED, ASM), PACKED)
+        y = close(times(unit, w), dtype, PACKED, ASM)
+        store_row(out, t, y, LENGTH, PACKED, PIECES, C, VEC)
 
 
 @triton.jit
 def norm_backward(
     d_out, x_ptr, weight, d_x, d_weight, T, eps,
-    D: tl.constexpr, PIECES: tl.constexpr, C: tl.constexpr, VEC: tl.constexpr,
+    D: tl.constexpr, PACKED: tl.constexpr, PIECES: tl.constexpr, C: tl.constexpr,
+    VEC: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """d_weight [programs, D] float32: partial sums of d_out * x / rms."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    LENGTH: tl.constexpr = D // 2 if PACKED else D
     start = tl.program_id(0).to(tl.int64)
-    w = load_row(weight, start * 0, D, PIECES, C, VEC, "evict_last")
-    grad_weight = zeros_row(PIECES, C)
+    w = load_vector(weight, PACKED, PIECES, C, VEC)
+    grad_weight = zeros_like(w)
     for t in tl.range(start, T, tl.num_programs(0)):
-        x = load_row(x_ptr, t, D, PIECES, C, VEC, "evict_first")
-        g = load_row(d_out, t, D, PIECES, C, VEC, "evict_first")
-        wg = ()
-        xg = ()
-        for i in tl.static_range(len(PIECES)):
-            wg = wg + (w[i].to(tl.float32) * g[i].to(tl.float32),)
-            xg = xg + (x[i].to(tl.float32) * g[i].to(tl.float32),)
+        x = parts(load_row(x_ptr, t, LENGTH, PACKED, PIECES, C, VEC, "evict_first"), PACKED)
+        g = parts(load_row(d_out, t, LENGTH, PACKED, PIECES, C, VEC, "evict_first"), PACKED)
+        wg = times(w, g)
         sums = row_sums((dot_part(x, x), dot_part(x, wg)))
         rstd = tl.rsqrt(sums[0] / D + eps)
         grad = axpy(scaled(wg, rstd), x, -sums[1] / D * rstd * rstd * rstd)
-        store_row(d_x, t, grad, D, PIECES, C, VEC)
-        grad_weight = axpy(grad_weight, xg, rstd)
-    store_row(d_weight, start, grad_weight, D, PIECES, C, VEC)
+        store_row(d_x, t, close(grad, dtype, PACKED, ASM), LENGTH, PACKED, PIECES, C, VEC)
+        grad_weight = axpy(grad_weight, times(x, g), rstd)
+    store_vector(d_weight + start * D, grad_weight, PACKED, PIECES, C, VEC)
 
 
 @triton.jit

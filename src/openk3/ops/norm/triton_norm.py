@@ -4,14 +4,18 @@ import torch
 from torch import Tensor
 
 from openk3.ops.norm import kernels
-from openk3.ops.row_kernels import row_pieces
+from openk3.ops.row_kernels import row_layout
 from openk3.ops.triton_support import launch, num_sms
 
 
 def _launch(x: Tensor, per_sm: int) -> tuple[tuple[int], dict[str, object]]:
     tokens, dim = x.shape
-    pieces, c = row_pieces(dim)
-    meta = {"D": dim, "PIECES": pieces, "C": c, "VEC": 4, "num_warps": max(1, min(8, c // 128))}
+    packed, pieces, c = row_layout(dim, x.dtype)
+    warps = max(1, min(8, c // 64))
+    meta = {
+        "D": dim, "PACKED": packed, "PIECES": pieces, "C": c, "VEC": max(1, c // (32 * warps)),
+        "ASM": x.is_cuda, "num_warps": warps,
+    }  # fmt: skip
     return (max(1, min(tokens, per_sm * num_sms(x.device))),), meta
 
 

@@ -1,0 +1,151 @@
+"""Matrix products over rows grouped by expert: our Triton kernels, and torch's `grouped_mm`.
+
+Both take the same plan; ours need an alignment of 64. Which is faster for which product on which
+GPU is measured (benchmarks/moe.py) and written in `costs.py`.
+
+Legend: R rows, E experts, L latent width, F inner width.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from openk3.ops.moe import grouped_kernels as kernels
+from openk3.ops.moe.permute import BIG, SMALL, Plan
+from openk3.ops.triton_support import launch, num_sms
+
+
+class Tile(NamedTuple):
+    """Shape and pipeline of one kernel."""
+
+    bn: int
+    bk: int
+    num_warps: int
+    num_stages: int
+    group: int = 16
+    flat: bool = True
+    bm: int = BIG
+
+
+SITU_TILE = Tile(128, 64, 8, 4, flat=False)
+ROWS_TILE = Tile(256, 64, 8, 3, group=8)
+GRAD_TILE = Tile(256, 64, 8, 4, group=8)
+
+
+def _descriptor(x: Tensor, block: tuple[int, int]) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
+
+
+def _matrix(w: Tensor) -> Tensor:
+    """w [E, N, K], perhaps a slice of a wider [E, M, K], as one matrix over the same memory."""
+    num_experts, rows, width = w.shape
+    assert w.stride()[1:] == (width, 1), f"rows of {list(w.stride())} are not contiguous"
+    height = (num_experts - 1) * (w.stride(0) // width) + rows
+    return torch.as_strided(w, (height, width), (width, 1))
+
+
+def _classes(plan: Plan, tile: Tile) -> list[tuple[int, int, tuple[Tensor, Tensor, Tensor]]]:
+    """(rows, warps, (experts, rows, count)) of the 128-row and the 64-row tiles."""
+    t = plan.tiles
+    big = (t.big_expert, t.big_row, t.num_tiles[:1])
+    small = (t.small_expert, t.small_row, t.num_tiles[1:])
+    return [(BIG, tile.num_warps, big), (SMALL, max(4, tile.num_warps // 2), small)]
+
+
+def situ_product(
+    x: Tensor,
+    w1: Tensor,
+    w3: Tensor,
+    plan: Plan,
+    beta1: float,
+    beta2: float | None,
+    *,
+    save: bool,
+    tile: Tile = SITU_TILE,
+) -> tuple[Tensor, Tensor | None]:
+    """x [R, L], w1, w3 [E, F, L] -> (SiTU(x w1^T, x w3^T) [R, F]; if `save`: its inputs)."""
+    _, inner, latent = w1.shape
+    act = x.new_empty(x.shape[0], inner)
+    gate_up = x.new_empty(x.shape[0], 2 * inner) if save else None
+    for rows, warps, table in _classes(plan, tile):
+        weights = [_descriptor(_matrix(w), (tile.bn, tile.bk)) for w in (w1, w3)]
+        launch(
+            kernels.grouped_situ, (num_sms(x.device),),
+            _descriptor(x, (rows, tile.bk)), *weights, act, gate_up, *table, beta1, beta2 or 0.0,
+            PITCH=w1.stride(0) // latent, K=latent, N=inner, BM=rows, BN=tile.bn, BK=tile.bk,
+            GROUP=tile.group, SAVE=save,
+            CAP=beta2 is not None, FLAT=tile.flat and x.is_cuda, ASM=x.is_cuda,
+            num_warps=warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+    return act, gate_up
+
+
+def rows_product(
+    x: Tensor, w: Tensor, plan: Plan, *, transposed: bool, tile: Tile = ROWS_TILE
+) -> Tensor:
+    """x w_e^T (`transposed`, w [E, N, K]) or x w_e (w [E, K, N]) of each expert's rows: [R, N]."""
+    num_experts, rows_w, cols_w = w.shape
+    out_width = rows_w if transposed else cols_w
+    out = x.new_empty(x.shape[0], out_width)
+    block = (tile.bn, tile.bk) if transposed else (tile.bk, tile.bn)
+    flat = w.view(num_experts * rows_w, cols_w)
+    for rows, warps, table in _classes(plan, tile):
+        launch(
+            kernels.grouped_rows, (num_sms(x.device),),
+            _descriptor(x, (rows, tile.bk)), _descriptor(flat, block), out, *table,
+            K=x.shape[1], N=out_width, BM=rows, BN=tile.bn, BK=tile.bk, GROUP=tile.group,
+            TRANSPOSED=transposed, FLAT=tile.flat and x.is_cuda,
+            num_warps=warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+    return out
+
+
+def weight_grad(a: Tensor, b: Tensor, plan: Plan, *, tile: Tile = GRAD_TILE) -> Tensor:
+    """a [R, M], b [R, N] -> a_e^T b_e [E, M, N]; exactly zero for an expert without rows."""
+    num_experts = plan.ends.shape[0]
+    out = a.new_empty(num_experts, a.shape[1], b.shape[1])
+    launch(
+        kernels.grouped_weight_grad, (num_sms(a.device),),
+        _descriptor(a, (tile.bk, tile.bm)), _descriptor(b, (tile.bk, tile.bn)), out,
+        plan.order, plan.starts, plan.ends,
+        M=a.shape[1], N=b.shape[1], E=num_experts, BM=tile.bm, BN=tile.bn, BK=tile.bk,
+        GROUP=tile.group, num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    return out
+
+
+class TorchProducts:
+    """`grouped_mm`: any alignment."""
+
+    align = 1
+
+    @staticmethod
+    def rows(x: Tensor, w: Tensor, plan: Plan, *, transposed: bool) -> Tensor:
+        w = w.transpose(1, 2) if transposed else w
+        return functional.grouped_mm(x, w, offs=plan.ends)
+
+    @staticmethod
+    def weight_grad(a: Tensor, b: Tensor, plan: Plan) -> Tensor:
+        return functional.grouped_mm(a.t(), b, offs=plan.ends)
+
+
+class TritonProducts:
+    """Our kernels."""
+
+    align = SMALL
+    rows = staticmethod(rows_product)
+    weight_grad = staticmethod(weight_grad)
+
+
+def joined(w1: Tensor, w3: Tensor) -> Tensor | None:
+    """[E, 2 F, L] over the memory of w1 and w3 [E, F, L] if w3's rows follow w1's, else None."""
+    num_experts, inner, latent = w1.shape
+    stride = (2 * inner * latent, latent, 1)
+    after = w3.data_ptr() - w1.data_ptr() == inner * latent * w1.element_size()
+    if not after or w1.stride() != stride or w3.stride() != stride:
+        return None
+    return torch.as_strided(w1, (num_experts, 2 * inner, latent), stride)

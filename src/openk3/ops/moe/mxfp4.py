@@ -1,0 +1,110 @@
+"""Routed experts on 4-bit weights for decoding: 1 to a few hundred tokens (K3 report §4)."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from openk3.errors import InputError
+from openk3.ops.moe import mxfp4_kernels as kernels
+from openk3.ops.moe.mxfp4_layout import PackedExperts, PackedMatrix
+from openk3.ops.triton_support import launch
+
+MAX_PAIRS = 8192  # the planning kernel sorts all of them in one program
+
+
+def mxfp4_expert_mlp(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: PackedExperts,
+    beta1: float = 4.0,
+    beta2: float | None = 25.0,
+    *,
+    activations: Literal["bf16", "mxfp8"] = "bf16",
+) -> Tensor:
+    """`expert_mlp` on packed experts, without gradient.
+
+    x [T, L] bfloat16 or float32, ids [T, k] distinct experts, weights [T, k] float32; returns
+    [T, L] in x's dtype. `activations` "mxfp8" rounds both products' inputs to MXFP8 values, as
+    quantisation-aware training did; products of 4-bit weights are exact either way and sums are
+    float32. Raises InputError.
+    """
+    num_tokens, top_k = ids.shape
+    num_experts, inner = experts.w1.scales.shape[:2]
+    latent = experts.w2.scales.shape[1]
+    if x.shape != (num_tokens, latent) or weights.shape != ids.shape:
+        raise InputError(
+            f"x {list(x.shape)}, ids {list(ids.shape)} and weights {list(weights.shape)} must be "
+            f"[T, {latent}], [T, k] and [T, k]"
+        )
+    num_pairs = ids.numel()
+    if num_pairs > MAX_PAIRS:
+        raise InputError(f"{num_pairs} (token, expert) pairs; this kernel takes {MAX_PAIRS}")
+    out = torch.empty_like(x)
+    if not num_tokens:
+        return out
+    slots = min(num_experts, num_pairs)
+    tables = _plan(ids.contiguous(), num_experts, slots)
+    fp8 = activations == "mxfp8"
+    rows, scale = _prepare(x.contiguous(), fp8)
+    act = rows.new_empty(num_pairs, inner)
+    tile = _tile(num_tokens, num_pairs, num_experts)
+    meta = {"M": 32, "B": tile, "ASM": x.is_cuda, "num_warps": 1}
+    launch(
+        kernels.mxfp4_gate_up, (inner // 32, slots),
+        rows, scale, *_pointers(experts.w1), *_pointers(experts.w3), act, *tables,
+        beta1, beta2 or 0.0, top_k,
+        K=latent, N=inner, CAP=beta2 is not None, FP8=fp8, **meta,
+    )  # fmt: skip
+    y = act.new_empty(num_pairs, latent, dtype=torch.float32)
+    launch(
+        kernels.mxfp4_down, (latent // 32, slots),
+        act, *_pointers(experts.w2), y, *tables, K=inner, N=latent, **meta,
+    )  # fmt: skip
+    block = 512
+    launch(
+        kernels.combine_pairs, (num_tokens, -(-latent // block)),
+        y, weights.contiguous(), out, N=latent, BLOCK=block, TOP_K=top_k, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _pointers(matrix: PackedMatrix) -> tuple[Tensor, Tensor]:
+    return matrix.words, matrix.scales
+
+
+def _tile(num_tokens: int, num_pairs: int, num_experts: int) -> int:
+    """Tokens a tile: enough for nearly every expert's share, since a second tile reads it again."""
+    if num_tokens <= 8:
+        return 8
+    return 16 if num_tokens <= 16 or 2 * num_pairs < 24 * num_experts else 32
+
+
+def _plan(ids: Tensor, num_experts: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(active experts [slots], starts [slots + 1], pairs [P]), all int32."""
+    num_pairs = ids.numel()
+    active = ids.new_empty(slots, dtype=torch.int32)
+    starts = ids.new_empty(slots + 1, dtype=torch.int32)
+    pairs = ids.new_empty(num_pairs, dtype=torch.int32)
+    p_pad = _power_of_two(num_pairs)
+    launch(
+        kernels.plan_tokens, (1,), ids, active, starts, pairs, num_pairs,
+        E_PAD=_power_of_two(num_experts), P_PAD=p_pad, SLOTS=slots, S_PAD=_power_of_two(slots + 1),
+        num_warps=max(1, min(16, p_pad // 128)),
+    )  # fmt: skip
+    return active, starts, pairs
+
+
+def _prepare(x: Tensor, fp8: bool) -> tuple[Tensor, Tensor]:
+    rows = torch.empty_like(x, dtype=torch.float16)
+    scale = x.new_empty(x.shape[0], dtype=torch.float32)
+    launch(
+        kernels.prepare_tokens, (x.shape[0],), x, rows, scale,
+        K=x.shape[1], K_PAD=_power_of_two(x.shape[1]), FP8=fp8, num_warps=4,
+    )  # fmt: skip
+    return rows, scale
+
+
+def _power_of_two(n: int) -> int:
+    return max(2, 1 << (n - 1).bit_length())

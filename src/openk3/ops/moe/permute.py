@@ -1,0 +1,157 @@
+"""Sort (token, choice) pairs by expert on the device, and move rows there and back.
+
+No value ever reaches the host: buffers have the static size T k + E (align - 1).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from openk3.ops.moe import permute_kernels as kernels
+from openk3.ops.triton_support import launch, num_sms
+
+BIG, SMALL = 128, 64
+
+
+class Tiles(NamedTuple):
+    """Row tiles of 128 and of 64 rows, largest experts first; int32, used up to `num_tiles`."""
+
+    big_expert: Tensor
+    big_row: Tensor
+    small_expert: Tensor
+    small_row: Tensor
+    num_tiles: Tensor
+    """[2]: how many big and small ones there are."""
+
+
+class Plan(NamedTuple):
+    """Where the rows of one batch lie."""
+
+    row_of_pair: Tensor
+    """[T k] int32: the row of flat choice t k + j."""
+    row_pair: Tensor
+    """[R] int32: its inverse; -1 on an expert's padding rows; unset past the last expert's end."""
+    starts: Tensor
+    """[E] int32."""
+    ends: Tensor
+    """[E] int32, padding included; what `grouped_mm` calls offs."""
+    counts: Tensor
+    """[E] int32 pairs of each expert."""
+    order: Tensor
+    """[E] int32 experts by falling count."""
+    tiles: Tiles
+    top_k: int
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tables, for autograd to keep; `unflatten_plan` puts them together again."""
+        return (
+            self.row_of_pair, self.row_pair, self.starts, self.ends, self.counts, self.order,
+            *self.tiles,
+        )  # fmt: skip
+
+    @property
+    def last_row(self) -> Tensor:
+        """[1]: the number of rows in use."""
+        return self.ends[-1:]
+
+    @property
+    def num_rows(self) -> int:
+        """R, the static bound."""
+        return self.row_pair.shape[0]
+
+
+def unflatten_plan(tensors: Sequence[Tensor], top_k: int) -> Plan:
+    """The plan whose `tensors()` these are."""
+    row_of_pair, row_pair, starts, ends, counts, order, *tiles = tensors
+    return Plan(row_of_pair, row_pair, starts, ends, counts, order, Tiles(*tiles), top_k)
+
+
+def make_plan(ids: Tensor, num_experts: int, *, align: int = 1, small: int = SMALL) -> Plan:
+    """ids [T, k] integers in [0, num_experts) -> the stable expert-sorted layout.
+
+    `align`: every expert's rows start at a multiple of it. `small`: remainders of up to this many
+    rows take a 64-row tile instead of a 128-row one (0: never).
+    """
+    pairs = ids.numel()
+    block = 1024 if ids.is_cuda else 32  # the interpreter sorts slowly
+    blocks = max(1, -(-pairs // block))
+    e_pad = max(16, 1 << (num_experts - 1).bit_length())
+
+    def ints(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.int32, device=ids.device)
+
+    ids = ids.contiguous()
+    counts, before, totals = ints(blocks, e_pad), ints(blocks, e_pad), ints(e_pad)
+    starts, ends, order, big_first, small_first = (ints(num_experts) for _ in range(5))
+    row_of_pair, row_pair = ints(pairs), ints(pairs + num_experts * (align - 1))
+    num_big = row_pair.shape[0] // BIG + num_experts
+    tiles = Tiles(ints(num_big), ints(num_big), ints(num_experts), ints(num_experts), ints(2))
+    sizes = {"B": block, "E_PAD": e_pad}
+    launch(kernels.count_blocks, (blocks,), ids, counts, before, pairs, **sizes, num_warps=8)
+    launch(
+        kernels.sum_blocks, (e_pad // 16,), counts, totals, blocks, E_PAD=e_pad, W=16, NB=128,
+        num_warps=4,
+    )  # fmt: skip
+    launch(
+        kernels.plan_experts, (1,), totals, starts, ends, order, big_first, small_first,
+        tiles.num_tiles, E=num_experts, E_PAD=e_pad, ALIGN=align, BIG=BIG, SMALL=small,
+        num_warps=8 if e_pad > 256 else 4,
+    )  # fmt: skip
+    launch(
+        kernels.list_tiles, (num_experts,), totals, starts, ends, big_first, small_first,
+        *tiles[:4], row_pair, ALIGN=align, BIG=BIG, SMALL=small, W=64, num_warps=1,
+    )  # fmt: skip
+    launch(
+        kernels.place_pairs, (blocks,), ids, counts, before, starts, row_of_pair, row_pair, pairs,
+        **sizes, num_warps=8,
+    )  # fmt: skip
+    return Plan(
+        row_of_pair, row_pair, starts, ends, totals[:num_experts], order, tiles, ids.shape[-1]
+    )
+
+
+def gather_rows(x: Tensor, plan: Plan, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x [T, K] -> (rows [R, K], row weights [R] float32 of weights [T, k], or an empty tensor)."""
+    width = x.shape[1]
+    out = x.new_empty(plan.num_rows, width)
+    row_weight = x.new_empty(plan.num_rows if weights is not None else 0, dtype=torch.float32)
+    if x.shape[0]:
+        rows = 2 if x.is_cuda else 64
+        grid = min(-(-plan.num_rows // rows), 16 * num_sms(x.device))
+        launch(
+            kernels.gather_rows, (grid,), x, weights, plan.row_pair, out, row_weight,
+            plan.last_row, TOP_K=plan.top_k, K=width, BR=rows, BC=_block(width),
+            WEIGHTS=weights is not None, num_warps=4,
+        )  # fmt: skip
+    return out, row_weight
+
+
+def combine_rows(y: Tensor, plan: Plan, num_tokens: int, weights: Tensor | None = None) -> Tensor:
+    """y [R, N] -> [T, N] in y's dtype: the (weighted) sum of each token's rows, float32 inside."""
+    out = y.new_empty(num_tokens, y.shape[1])
+    block = min(512, _block(y.shape[1]))
+    if num_tokens:
+        launch(
+            kernels.combine_rows, (num_tokens, -(-y.shape[1] // block)), y, plan.row_of_pair,
+            weights, out, TOP_K=plan.top_k, N=y.shape[1], BLOCK=block,
+            WEIGHTED=weights is not None, num_warps=4 if block >= 512 else 1,
+        )  # fmt: skip
+    return out
+
+
+def pick_pairs(values: Tensor, plan: Plan) -> Tensor:
+    """values [R] of rows -> [T, k] of pairs."""
+    pairs = plan.row_of_pair.numel()
+    out = values.new_empty(pairs // plan.top_k, plan.top_k)
+    if pairs:
+        launch(
+            kernels.pick_pairs, (-(-pairs // 1024),), values, plan.row_of_pair, out, pairs,
+            B=1024, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def _block(width: int) -> int:
+    return min(1024, 1 << (width - 1).bit_length())

@@ -1,0 +1,174 @@
+"""Triton kernels that sort (token, choice) pairs by expert, move their rows, and plan tiles.
+
+Everything the host needs is a static bound; counts stay on the device. The order is stable: an
+expert's rows keep the order of their pairs, so ties and recomputation cannot change a result.
+
+Legend: T tokens, k choices a token, P = T k pairs, E experts, R rows, B pairs a block.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def count_blocks(
+    ids, counts, before, P, B: tl.constexpr, E_PAD: tl.constexpr
+):  # fmt: skip
+    """Per block of B pairs: counts [blocks, E_PAD] and their exclusive sum over experts."""
+    block = tl.program_id(0)
+    index = block * B + tl.arange(0, B)
+    flat = tl.load(ids + index, mask=index < P, other=0).to(tl.int32)
+    count = tl.histogram(flat, E_PAD, mask=index < P)
+    row = block * E_PAD + tl.arange(0, E_PAD)
+    tl.store(counts + row, count)
+    tl.store(before + row, tl.cumsum(count, 0) - count)
+
+
+@triton.jit
+def sum_blocks(counts, totals, num_blocks, E_PAD: tl.constexpr, W: tl.constexpr, NB: tl.constexpr):
+    """In place: each block's count becomes the sum of the blocks before it; totals [E_PAD]."""
+    expert = tl.program_id(0) * W + tl.arange(0, W)
+    carry = tl.zeros([W], tl.int32)
+    for first in tl.range(0, num_blocks, NB):
+        block = first + tl.arange(0, NB)
+        offs = block[:, None] * E_PAD + expert[None, :]
+        mask = (block < num_blocks)[:, None]
+        count = tl.load(counts + offs, mask=mask, other=0)
+        tl.store(counts + offs, carry[None, :] + tl.cumsum(count, 0) - count, mask=mask)
+        carry += tl.sum(count, 0)
+    tl.store(totals + expert, carry)
+
+
+@triton.jit
+def plan_experts(
+    totals, starts, ends, order, big_first, small_first, num_tiles,
+    E: tl.constexpr, E_PAD: tl.constexpr, ALIGN: tl.constexpr, BIG: tl.constexpr,
+    SMALL: tl.constexpr,
+):  # fmt: skip
+    """One program: where each expert's rows lie and which tiles cover them, largest experts first.
+
+    A remainder of at most SMALL rows takes a small tile (SMALL 0: only big tiles are used).
+    starts, ends [E]; order [E] experts by falling count; big_first, small_first [E] an expert's
+    first entry in the tile tables; num_tiles [2].
+    """
+    expert = tl.arange(0, E_PAD)
+    valid = expert < E
+    count = tl.where(valid, tl.load(totals + expert), 0)
+    padded = (count + ALIGN - 1) // ALIGN * ALIGN
+    end = tl.cumsum(padded, 0)
+    tl.store(starts + expert, end - padded, mask=valid)
+    tl.store(ends + expert, end, mask=valid)
+    key = tl.where(valid, count + 1, 0).to(tl.int64) * E_PAD + (E_PAD - 1 - expert)
+    key = tl.sort(key, descending=True)
+    sorted_count = (key // E_PAD - 1).to(tl.int32)
+    sorted_expert = E_PAD - 1 - (key % E_PAD).to(tl.int32)
+    keep = sorted_count >= 0
+    rows = tl.where(keep, (sorted_count + ALIGN - 1) // ALIGN * ALIGN, 0)
+    rest = rows % BIG
+    small = ((rest > 0) & (rest <= SMALL)).to(tl.int32)
+    big = rows // BIG + (rest > SMALL).to(tl.int32)
+    tl.store(order + expert, sorted_expert, mask=keep)
+    tl.store(big_first + sorted_expert, tl.cumsum(big, 0) - big, mask=keep)
+    tl.store(small_first + sorted_expert, tl.cumsum(small, 0) - small, mask=keep)
+    tl.store(num_tiles, tl.sum(big, 0))
+    tl.store(num_tiles + 1, tl.sum(small, 0))
+
+
+@triton.jit
+def list_tiles(
+    totals, starts, ends, big_first, small_first,
+    big_expert, big_row, small_expert, small_row, row_pair,
+    ALIGN: tl.constexpr, BIG: tl.constexpr, SMALL: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Fill one expert's entries of the tile tables and mark its padding rows with pair -1."""
+    expert = tl.program_id(0)
+    start = tl.load(starts + expert)
+    end = tl.load(ends + expert)
+    rest = (end - start) % BIG
+    num_big = (end - start) // BIG + (rest > SMALL).to(tl.int32)
+    first = tl.load(big_first + expert)
+    for at in tl.range(0, num_big, W):
+        i = at + tl.arange(0, W)
+        tl.store(big_expert + first + i, tl.zeros([W], tl.int32) + expert, mask=i < num_big)
+        tl.store(big_row + first + i, start + i * BIG, mask=i < num_big)
+    if (rest > 0) & (rest <= SMALL):
+        at = tl.load(small_first + expert)
+        tl.store(small_expert + at, expert)
+        tl.store(small_row + at, end - rest)
+    if ALIGN > 1:
+        pad = start + tl.load(totals + expert) + tl.arange(0, ALIGN)
+        tl.store(row_pair + pad, tl.full([ALIGN], -1, tl.int32), mask=pad < end)
+
+
+@triton.jit
+def place_pairs(
+    ids, counts, before, starts, row_of_pair, row_pair, P, B: tl.constexpr, E_PAD: tl.constexpr
+):  # fmt: skip
+    """row_of_pair [P] and its inverse row_pair [R], by a stable sort inside each block."""
+    block = tl.program_id(0)
+    i = tl.arange(0, B)
+    index = block * B + i
+    flat = tl.load(ids + index, mask=index < P, other=E_PAD).to(tl.int32)
+    key = tl.sort(flat * B + i)
+    expert = key // B
+    pair = block * B + key % B
+    keep = expert < E_PAD
+    rank = i - tl.load(before + block * E_PAD + expert, mask=keep, other=0)
+    row = tl.load(starts + expert, mask=keep, other=0) + rank
+    row += tl.load(counts + block * E_PAD + expert, mask=keep, other=0)
+    tl.store(row_of_pair + pair, row, mask=keep)
+    tl.store(row_pair + row, pair, mask=keep)
+
+
+@triton.jit
+def gather_rows(
+    x, weights, row_pair, out, row_weight, last_row, TOP_K: tl.constexpr, K: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, WEIGHTS: tl.constexpr,
+):  # fmt: skip
+    """out [R, K] = x[row_pair // k], zeros on padding rows; with WEIGHTS also row_weight [R]."""
+    num_rows = tl.load(last_row)
+    for first in tl.range(tl.program_id(0) * BR, num_rows, tl.num_programs(0) * BR):
+        row = (first + tl.arange(0, BR)).to(tl.int64)
+        used = row < num_rows
+        pair = tl.load(row_pair + row, mask=used, other=-1)
+        source = tl.maximum(pair, 0).to(tl.int64)
+        values = ()
+        for start in tl.static_range(0, K, BC):  # all loads before the first store
+            col = start + tl.arange(0, BC)[None, :]
+            mask = (pair >= 0)[:, None] & (col < K)
+            at = x + (source // TOP_K)[:, None] * K + col
+            values = values + (tl.load(at, mask=mask, other=0.0),)
+        for start in tl.static_range(0, K, BC):
+            col = start + tl.arange(0, BC)[None, :]
+            at = out + row[:, None] * K + col
+            tl.store(at, values[start // BC], mask=used[:, None] & (col < K))
+        if WEIGHTS:
+            value = tl.load(weights + source, mask=pair >= 0, other=0.0)
+            tl.store(row_weight + row, value, mask=used)
+
+
+@triton.jit
+def combine_rows(
+    y, row_of_pair, weights, out, TOP_K: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """out [T, N] = sum_j (weights[t, j]) y[row of (t, j)], float32 in the order of j."""
+    t = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    keep = col < N
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(TOP_K):
+        row = tl.load(row_of_pair + t * TOP_K + j).to(tl.int64)
+        value = tl.load(y + row * N + col, mask=keep, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            value = value * tl.load(weights + t * TOP_K + j)
+        total += value
+    tl.store(out + t * N + col, total, mask=keep)
+
+
+@triton.jit
+def pick_pairs(values, row_of_pair, out, P, B: tl.constexpr):
+    """out [P] = values[row_of_pair]."""
+    index = tl.program_id(0) * B + tl.arange(0, B)
+    row = tl.load(row_of_pair + index, mask=index < P, other=0)
+    tl.store(out + index, tl.load(values + row, mask=index < P, other=0.0), mask=index < P)

@@ -1,0 +1,209 @@
+"""The routed experts of a Stable LatentMoE layer as one differentiable op (K3 report eq. 11, §5.2).
+
+Kept for the backward pass: the tokens [T, L], the routing, and gate and up [R, 2 F] (with
+`recompute` not even those). Never kept: permuted tokens, activations, the experts' outputs.
+The gradient of a router weight is <d_out w2, act>, taken from the un-scaled gradient and the
+recomputed activation, and w2's gradient from the activation scaled by that weight.
+
+Legend: T tokens, k choices, E experts, L latent width, F inner width, R rows.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from openk3.ops.moe import grouped
+from openk3.ops.moe import situ_kernels as kernels
+from openk3.ops.moe.permute import (
+    Plan,
+    combine_rows,
+    gather_rows,
+    make_plan,
+    pick_pairs,
+    unflatten_plan,
+)
+from openk3.ops.triton_support import launch, num_sms
+
+
+class Choice(NamedTuple):
+    """Which implementation makes which product."""
+
+    fused_situ: bool = False
+    """Gate and up as one Triton product with SiTU in its epilogue."""
+    triton_rows: bool = False
+    """The other products over rows by our kernel instead of grouped_mm."""
+    triton_grads: bool = False
+    """Weight gradients by our kernel."""
+
+    @property
+    def align(self) -> int:
+        return 64 if any(self) else 1
+
+
+def _rows(choice: Choice, x: Tensor, w: Tensor, plan: Plan, transposed: bool) -> Tensor:
+    products = grouped.TritonProducts if choice.triton_rows else grouped.TorchProducts
+    return products.rows(x, w, plan, transposed=transposed)
+
+
+def _grad(choice: Choice, a: Tensor, b: Tensor, plan: Plan) -> Tensor:
+    products = grouped.TritonProducts if choice.triton_grads else grouped.TorchProducts
+    return products.weight_grad(a, b, plan)
+
+
+class Betas(NamedTuple):
+    beta1: float
+    beta2: float | None
+
+
+def situ_forward(gate: Tensor, up: Tensor, betas: Betas, last_row: Tensor | None = None) -> Tensor:
+    """gate, up [R, F] (rows contiguous, perhaps halves of [R, 2 F]) -> [R, F]."""
+    act = gate.new_empty(gate.shape)
+    if gate.numel():
+        grid, meta = _situ_launch(gate, betas)
+        launch(
+            kernels.situ_rows, grid, gate, up, act, last_row, gate.shape[0], betas.beta1,
+            betas.beta2 or 0.0, LIMIT=last_row is not None, **meta,
+        )  # fmt: skip
+    return act
+
+
+def situ_backward(
+    gate: Tensor, up: Tensor, d_act: Tensor, d_gate: Tensor, d_up: Tensor, betas: Betas,
+    row_weight: Tensor | None = None, last_row: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
+    """Fill d_gate, d_up; with `row_weight` [R] scale all by it, overwrite d_act with the scaled
+    activation and return the rows' own gradient [R] float32."""
+    d_weight = None if row_weight is None else torch.empty_like(row_weight)
+    if gate.numel():
+        grid, meta = _situ_launch(gate, betas)
+        launch(
+            kernels.situ_rows_backward, grid, gate, up, d_act, row_weight, d_gate, d_up, d_act,
+            d_weight, last_row, gate.shape[0], betas.beta1, betas.beta2 or 0.0,
+            WEIGHTED=row_weight is not None, LIMIT=last_row is not None, **meta,
+        )  # fmt: skip
+    return d_weight
+
+
+def _situ_launch(gate: Tensor, betas: Betas) -> tuple[tuple[int], dict[str, object]]:
+    rows, width = gate.shape
+    block_rows = 1 if gate.is_cuda else 64
+    meta = {
+        "PITCH": gate.stride(0), "F": width,
+        "BR": block_rows, "BC": min(1024, _power_of_two(width)),
+        "CAP": betas.beta2 is not None, "ASM": gate.is_cuda, "num_warps": 4,
+    }  # fmt: skip
+    return (max(1, min(-(-rows // block_rows), 12 * num_sms(gate.device))),), meta
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _gate_up(
+    choice: Choice, xp: Tensor, w1: Tensor, w3: Tensor, plan: Plan
+) -> tuple[Tensor, Tensor]:
+    both = grouped.joined(w1, w3)
+    if both is None:
+        return _rows(choice, xp, w1, plan, True), _rows(choice, xp, w3, plan, True)
+    gate_up = _rows(choice, xp, both, plan, True)
+    return gate_up[:, : w1.shape[1]], gate_up[:, w1.shape[1] :]
+
+
+class _RoutedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, weights: Tensor, ids: Tensor, w1: Tensor, w3: Tensor, w2: Tensor,
+        betas: Betas, choice: Choice, recompute: bool,
+    ):  # fmt: skip
+        plan = make_plan(ids, w1.shape[0], align=choice.align)
+        xp, _ = gather_rows(x, plan)
+        keep = any(ctx.needs_input_grad) and not recompute
+        gate = up = None
+        if choice.fused_situ:
+            act, gate_up = grouped.situ_product(xp, w1, w3, plan, *betas, save=keep)
+            if gate_up is not None:
+                gate, up = gate_up.chunk(2, 1)
+        else:
+            gate, up = _gate_up(choice, xp, w1, w3, plan)
+            act = situ_forward(gate, up, betas, plan.last_row)
+        y = _rows(choice, act, w2, plan, True)
+        saved = (gate, up) if keep else (None, None)
+        ctx.save_for_backward(x, weights, w1, w3, w2, *saved, *plan[:6], *plan.tiles)
+        ctx.betas, ctx.choice = betas, choice
+        return combine_rows(y, plan, x.shape[0], weights)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        x, weights, w1, w3, w2, gate, up, *tables = ctx.saved_tensors
+        plan = unflatten_plan(tables, weights.shape[-1])
+        choice, inner = ctx.choice, w1.shape[1]
+        if gate is None:
+            xp, _ = gather_rows(x, plan)
+            gate, up = _gate_up(choice, xp, w1, w3, plan)
+            del xp
+        dy, row_weight = gather_rows(grads[0].contiguous(), plan, weights)
+        d_act = _rows(choice, dy, w2, plan, False)
+        d_gate, d_up = _gradient_buffers(gate, inner)
+        d_row = situ_backward(gate, up, d_act, d_gate, d_up, ctx.betas, row_weight, plan.last_row)
+        assert d_row is not None, "weighted rows return their gradient"
+        dw2 = _grad(choice, dy, d_act, plan)
+        del dy, d_act, gate, up
+        dxp = _input_grad(choice, d_gate, d_up, w1, w3, plan)
+        dx = combine_rows(dxp, plan, x.shape[0])
+        del dxp
+        xp, _ = gather_rows(x, plan)
+        dw1, dw3 = _gate_up_grads(choice, d_gate, d_up, xp, plan)
+        return dx, pick_pairs(d_row, plan), None, dw1, dw3, dw2, None, None, None
+
+
+def _gradient_buffers(gate: Tensor, inner: int) -> tuple[Tensor, Tensor]:
+    """d_gate, d_up laid out as gate and up are: halves of one [R, 2 F], or two tensors."""
+    if gate.stride(0) == inner:
+        return torch.empty_like(gate), torch.empty_like(gate)
+    both = gate.new_empty(gate.shape[0], 2 * inner)
+    return both[:, :inner], both[:, inner:]
+
+
+def _whole(d_gate: Tensor, d_up: Tensor) -> Tensor | None:
+    """[R, 2 F] if d_gate and d_up are its halves."""
+    rows, inner = d_gate.shape
+    if d_gate.stride(0) != 2 * inner:
+        return None
+    return torch.as_strided(d_gate, (rows, 2 * inner), (2 * inner, 1))
+
+
+def _input_grad(
+    choice: Choice, d_gate: Tensor, d_up: Tensor, w1: Tensor, w3: Tensor, plan: Plan
+) -> Tensor:
+    whole, both = _whole(d_gate, d_up), grouped.joined(w1, w3)
+    if whole is not None and both is not None:
+        return _rows(choice, whole, both, plan, False)
+    d_gate, d_up = d_gate.contiguous(), d_up.contiguous()
+    return _rows(choice, d_gate, w1, plan, False).add_(_rows(choice, d_up, w3, plan, False))
+
+
+def _gate_up_grads(
+    choice: Choice, d_gate: Tensor, d_up: Tensor, xp: Tensor, plan: Plan
+) -> tuple[Tensor, Tensor]:
+    whole = _whole(d_gate, d_up)
+    if whole is None:
+        return _grad(choice, d_gate, xp, plan), _grad(choice, d_up, xp, plan)
+    both = _grad(choice, whole, xp, plan)
+    return both[:, : d_gate.shape[1]], both[:, d_gate.shape[1] :]
+
+
+def routed_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w3: Tensor, w2: Tensor,
+    beta1: float = 4.0, beta2: float | None = 25.0, *,
+    choice: Choice | None = None, recompute: bool = False,
+) -> Tensor:  # fmt: skip
+    """`expert_mlp` without a host decision, and with the memory-saving gradient.
+
+    x [T, L]; ids [T, k], weights [T, k] float32; w1, w3 [E, F, L], w2 [E, L, F]; returns [T, L].
+    Let w1 and w3 be w13[:, :F] and w13[:, F:] of one tensor [E, 2 F, L]: they are then one product.
+    `recompute` drops gate and up too and makes them again in the backward pass.
+    """
+    return _RoutedExperts.apply(
+        x.contiguous(), weights, ids, w1, w3, w2, Betas(beta1, beta2), choice or Choice(), recompute
+    )

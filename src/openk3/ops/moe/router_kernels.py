@@ -1,0 +1,120 @@
+"""Triton kernels of the router: logits beside the latent projection, and the choice of experts.
+
+Legend: T tokens, D model width, E experts, L latent width, k experts a token.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def project_both(
+    x, router, down, logits, latent, T,
+    D: tl.constexpr, E: tl.constexpr, L: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, GROUP: tl.constexpr, FLAT: tl.constexpr,
+):  # fmt: skip
+    """logits [T, E] float32 = x router^T and latent [T, L] = x down^T, from one sweep over x.
+
+    x [T, D], router [E, D], down [L, D] are descriptors with blocks [BM, BK], [BN, BK], [BN, BK].
+    """
+    NUM_R: tl.constexpr = (E + BN - 1) // BN
+    NUM_N: tl.constexpr = NUM_R + (L + BN - 1) // BN
+    num_m = (T + BM - 1) // BM
+    for index in tl.range(tl.program_id(0), num_m * NUM_N, tl.num_programs(0), flatten=FLAT):
+        group = index // (GROUP * NUM_N)
+        height = tl.minimum(num_m - group * GROUP, GROUP)
+        within = index - group * (GROUP * NUM_N)
+        row = (group * GROUP + within % height) * BM
+        n = within // height
+        acc = tl.zeros([BM, BN], tl.float32)
+        for k in tl.range(0, D, BK):
+            a = x.load([row, k])
+            if n < NUM_R:
+                w = router.load([n * BN, k])
+            else:
+                w = down.load([(n - NUM_R) * BN, k])
+            acc = tl.dot(a, w.T, acc)
+        rows = row + tl.arange(0, BM)
+        wide = rows.to(tl.int64)[:, None]
+        if n < NUM_R:
+            cols = n * BN + tl.arange(0, BN)[None, :]
+            tl.store(logits + wide * E + cols, acc, mask=(rows < T)[:, None] & (cols < E))
+        else:
+            cols = (n - NUM_R) * BN + tl.arange(0, BN)[None, :]
+            value = acc.to(latent.dtype.element_ty)
+            tl.store(latent + wide * L + cols, value, mask=(rows < T)[:, None] & (cols < L))
+
+
+@triton.jit
+def choose_experts(
+    logits, bias, valid, ids, weights, cutoff, chosen, counts, T, scaling,
+    E: tl.constexpr, E_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr,
+    BT: tl.constexpr, BINS: tl.constexpr, COUNT: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The k best of sigmoid(logit) + bias, the lower id first among equals, and their weights.
+
+    ids [T, k] int64, weights and chosen (their scores) [T, k] float32, cutoff [T] the next.
+    COUNT: add each expert's margin cutoff - score to counts [E, BINS] int32, whose bins span
+    [min(bias) - 1, max(bias) + 1]; rows with valid false are left out.
+    """
+    row = tl.program_id(0) * BT + tl.arange(0, BT)
+    in_range = row < T
+    expert = tl.arange(0, E_PAD)
+    real = expert < E
+    offs = row.to(tl.int64)[:, None] * E + expert[None, :]
+    mask = in_range[:, None] & real[None, :]
+    score = 1.0 / (1.0 + tl.exp(-tl.load(logits + offs, mask=mask, other=0.0)))
+    b = tl.load(bias + expert, mask=real, other=0.0)
+    key = tl.where(real[None, :], score + b[None, :], -float("inf"))
+    slot = tl.arange(0, K_PAD)
+    best_id = tl.zeros([BT, K_PAD], tl.int32)
+    best = tl.zeros([BT, K_PAD], tl.float32)
+    for j in tl.static_range(TOP_K):
+        winner = tl.argmax(key, 1)
+        hit = expert[None, :] == winner[:, None]
+        value = tl.sum(tl.where(hit, score, 0.0), 1)
+        best_id = tl.where(slot[None, :] == j, winner[:, None], best_id)
+        best = tl.where(slot[None, :] == j, value[:, None], best)
+        key = tl.where(hit, -float("inf"), key)
+    limit = tl.max(key, 1)
+    total = tl.sum(best, 1) + 1e-20
+    out = row.to(tl.int64)[:, None] * TOP_K + slot[None, :]
+    keep = in_range[:, None] & (slot < TOP_K)[None, :]
+    tl.store(ids + out, best_id.to(tl.int64), mask=keep)
+    tl.store(weights + out, best / total[:, None] * scaling, mask=keep)
+    tl.store(chosen + out, best, mask=keep)
+    tl.store(cutoff + row, limit, mask=in_range)
+    if COUNT:
+        low = tl.min(tl.where(real, b, float("inf")), 0) - 1.0
+        high = tl.max(tl.where(real, b, -float("inf")), 0) + 1.0
+        width = tl.div_rn(high - low, BINS * 1.0)
+        bins = tl.div_rn(limit[:, None] - score - low, width + tl.zeros_like(score)).to(tl.int32)
+        bins = tl.minimum(tl.maximum(bins, 0), BINS - 1)
+        counted = mask
+        if MASKED:
+            ok = tl.load(valid + row, mask=in_range, other=0) != 0
+            counted = counted & ok[:, None]
+        tl.atomic_add(counts + expert[None, :] * BINS + bins, 1, mask=counted, sem="relaxed")
+
+
+@triton.jit
+def choose_backward(
+    d_weights, ids, chosen, d_logits, T, scaling,
+    E: tl.constexpr, E_PAD: tl.constexpr, TOP_K: tl.constexpr,
+):  # fmt: skip
+    """d_logits [T, E], zero at experts not chosen; one program a token."""
+    row = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, E_PAD)
+    total = 1e-20
+    dot = 0.0
+    for j in tl.static_range(TOP_K):
+        c = tl.load(chosen + row * TOP_K + j)
+        total += c
+        dot += c * tl.load(d_weights + row * TOP_K + j)
+    grad = tl.zeros([E_PAD], tl.float32)
+    for j in tl.static_range(TOP_K):
+        c = tl.load(chosen + row * TOP_K + j)
+        d = tl.load(d_weights + row * TOP_K + j)
+        value = scaling * (d - dot / total) / total * c * (1 - c)
+        grad = tl.where(expert == tl.load(ids + row * TOP_K + j), value, grad)
+    tl.store(d_logits + row * E + expert, grad, mask=expert < E)

@@ -1,0 +1,85 @@
+"""The router kernels in the interpreter against the reference router."""
+
+import pytest
+import torch
+
+from kernel_checks import gradients, relative_error
+from openk3.errors import InputError
+from openk3.ops.moe import count_margins, route
+
+latent_route = pytest.importorskip("openk3.ops.moe.latent_route", exc_type=ImportError)
+
+
+def draw(tokens=13, width=64, num_experts=20, latent=32, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, width, generator=rng)
+    router = torch.randn(num_experts, width, generator=rng) / width**0.5
+    down = torch.randn(latent, width, generator=rng) / width**0.5
+    bias = 0.3 * torch.randn(num_experts, generator=rng)
+    return x, router, down, bias
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_choice_weights_and_latent(fused):
+    x, router, down, bias = draw()
+    got = latent_route.latent_route(x, router, down, bias, 4, 2.0, fused=fused)
+    wanted = route(x, router, bias, 4, 2.0)
+    assert torch.equal(got.ids, wanted.ids)
+    torch.testing.assert_close(got.weights, wanted.weights, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(got.cutoff, wanted.cutoff, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(got.latent, x @ down.T, atol=1e-5, rtol=1e-5)
+
+
+def test_gradients():
+    x, router, down, bias = draw(seed=1)
+    rng = torch.Generator().manual_seed(2)
+    d_latent, d_weights = torch.randn(13, 32, generator=rng), torch.randn(13, 3, generator=rng)
+
+    def kernel(x, router, down):
+        out = latent_route.latent_route(x, router, down, bias, 3)
+        return (out.latent * d_latent).sum() + (out.weights * d_weights).sum()
+
+    def exact(x, router, down):
+        weights = route(x, router, bias, 3).weights
+        return (x @ down.T * d_latent).sum() + (weights * d_weights).sum()
+
+    one = torch.ones(())
+    got = gradients(kernel, (x, router, down), one)
+    wanted = gradients(exact, [t.double() for t in (x, router, down)], one)
+    for a, b in zip(got, wanted, strict=True):
+        assert relative_error(a, b) < 2e-6
+
+
+def test_histogram_adds_up_and_skips_padding():
+    x, router, down, bias = draw(seed=3)
+    valid = torch.arange(13) % 3 != 0
+    counts = torch.zeros(20, 1000, dtype=torch.int32)
+    latent_route.latent_route(x[:6], router, down, bias, 4, counts=counts, valid=valid[:6])
+    latent_route.latent_route(x[6:], router, down, bias, 4, counts=counts, valid=valid[6:])
+    wanted = route(x, router, bias, 4)
+    exact = count_margins(wanted.scores, wanted.cutoff, bias, valid)
+    assert counts.sum() == 20 * int(valid.sum())
+    # sigmoids differ in the last bit: a margin on an edge may fall into the neighbouring bin
+    assert (counts.cumsum(1) - exact.cumsum(1)).abs().max() <= 1
+    before = counts.clone()
+    latent_route.latent_route(x, router, down, bias, 4)
+    assert torch.equal(counts, before)
+
+
+def test_equal_scores_take_the_lowest_ids():
+    x, router, down, _ = draw()
+    counts = torch.zeros(20, 1000, dtype=torch.int32)
+    out = latent_route.latent_route(
+        x, torch.zeros_like(router), down, torch.zeros(20), 4, counts=counts
+    )
+    assert (out.ids == torch.arange(4)).all()
+    assert torch.equal(out.weights, torch.full_like(out.weights, 0.25))
+    assert counts.sum() == 13 * 20
+
+
+def test_wrong_shapes_are_refused():
+    x, router, down, bias = draw()
+    with pytest.raises(InputError, match="E above top_k"):
+        latent_route.latent_route(x, router, down, bias, 20)
+    with pytest.raises(InputError, match=r"int32 \[20, 1000\]"):
+        latent_route.latent_route(x, router, down, bias, 4, counts=torch.zeros(20, 1000))

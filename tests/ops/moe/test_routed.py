@@ -1,0 +1,137 @@
+"""Routed experts, both product backends, in the interpreter: float64 gradients, empty experts."""
+
+import pytest
+import torch
+
+from kernel_checks import gradients, poison, relative_error
+from openk3.ops.moe import expert_mlp
+
+routed = pytest.importorskip("openk3.ops.moe.routed", exc_type=ImportError)
+permute = pytest.importorskip("openk3.ops.moe.permute", exc_type=ImportError)
+
+TORCH = routed.Choice()
+TRITON = routed.Choice(fused_situ=True, triton_rows=True, triton_grads=True)
+
+
+def case(ids, num_experts, latent=64, inner=64, seed=0, magnitude=8.0, join=True):
+    """x, weights, w13 or (w1, w3), w2 with pre-activations of about `magnitude`, and d_out."""
+    rng = torch.Generator().manual_seed(seed)
+    tokens = ids.shape[0]
+    x = torch.randn(tokens, latent, generator=rng)
+    w13 = torch.randn(num_experts, 2 * inner, latent, generator=rng) * magnitude / latent**0.5
+    w2 = torch.randn(num_experts, latent, inner, generator=rng) / inner**0.5
+    weights = torch.rand(*ids.shape, generator=rng) + 0.1
+    return [x, weights, w13, w2], torch.randn(tokens, latent, generator=rng)
+
+
+def ours(ids, choice, join=True, **options):
+    def run(x, weights, w13, w2):
+        inner = w13.shape[1] // 2
+        w1, w3 = w13[:, :inner], w13[:, inner:]
+        if not join:
+            w1, w3 = w1.contiguous(), w3.contiguous()
+        return routed.routed_experts(x, ids, weights, w1, w3, w2, choice=choice, **options)
+
+    return run
+
+
+def exact(ids):
+    def run(x, weights, w13, w2):
+        inner = w13.shape[1] // 2
+        return expert_mlp(x, ids, weights, w13[:, :inner], w13[:, inner:], w2)
+
+    return run
+
+
+def compare(ids, num_experts, run, *, tolerance=2e-5, **options):
+    inputs, d_out = case(ids, num_experts, **options)
+    got = gradients(run, inputs, d_out)
+    wanted = gradients(exact(ids), [x.double() for x in inputs], d_out)
+    errors = [relative_error(a, b) for a, b in zip(got, wanted, strict=True)]
+    assert max(errors) < tolerance, errors
+    return got
+
+
+def spread(counts, top_k=1):
+    """ids [T, 1] with counts[e] tokens of expert e, shuffled."""
+    flat = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    order = torch.randperm(flat.numel(), generator=torch.Generator().manual_seed(5))
+    return flat[order].view(-1, top_k)
+
+
+@pytest.mark.parametrize("choice", [TORCH, TRITON], ids=["grouped_mm", "triton"])
+@pytest.mark.parametrize("counts", [[5, 0, 7, 16], [0, 9, 0, 0], [1, 0, 0, 0]])
+def test_output_and_gradients(choice, counts):
+    """Uneven, one expert takes all, one token; experts without rows get exactly zero."""
+    ids = spread(counts)
+    poison("cpu")
+    _, _, _, d_w13, d_w2 = compare(ids, 4, ours(ids, choice))
+    for expert, count in enumerate(counts):
+        if count == 0:
+            assert not d_w13[expert].any()
+            assert not d_w2[expert].any()
+
+
+@pytest.mark.parametrize(("magnitude", "join"), [(1.0, True), (50.0, False)])
+def test_several_choices_and_separate_weights(magnitude, join):
+    rng = torch.Generator().manual_seed(1)
+    ids = torch.stack([torch.randperm(5, generator=rng)[:3] for _ in range(7)])
+    compare(ids, 5, ours(ids, TORCH, join), magnitude=magnitude)
+
+
+def test_more_rows_than_a_tile_and_recomputation():
+    ids = spread([130, 40])
+    kept = compare(ids, 2, ours(ids, TRITON))
+    again = compare(ids, 2, ours(ids, TRITON, recompute=True))
+    assert all(torch.equal(a, b) for a, b in zip(kept[:1], again[:1], strict=True))
+
+
+def test_no_tokens():
+    ids = torch.zeros(0, 2, dtype=torch.int64)
+    inputs, d_out = case(ids, 3)
+    out, dx, d_weights, d_w13, d_w2 = gradients(ours(ids, TORCH), inputs, d_out)
+    assert out.shape == (0, 64)
+    assert dx.shape == (0, 64)
+    assert d_weights.shape == (0, 2)
+    assert not d_w13.any()
+    assert not d_w2.any()
+
+
+@pytest.mark.parametrize("align", [1, 64])
+def test_plan_is_a_stable_bijection(align):
+    rng = torch.Generator().manual_seed(2)
+    ids = torch.stack([torch.randperm(9, generator=rng)[:4] for _ in range(31)])
+    ids[ids == 3] = 4  # an empty expert; ids need not be distinct for the layout
+    plan = permute.make_plan(ids, 9, align=align)
+    flat = ids.flatten()
+    assert plan.counts.tolist() == torch.bincount(flat, minlength=9).tolist()
+    assert all(start % align == 0 for start in plan.starts.tolist())
+    for expert in range(9):
+        start, count = int(plan.starts[expert]), int(plan.counts[expert])
+        wanted = (flat == expert).nonzero().flatten().tolist()
+        assert plan.row_pair[start : start + count].tolist() == wanted
+        padding = plan.row_pair[start + count : int(plan.ends[expert])]
+        assert (padding == -1).all()
+    assert torch.equal(plan.row_pair[plan.row_of_pair.long()].long(), torch.arange(flat.numel()))
+
+
+def test_tiles_cover_every_row_once_largest_expert_first():
+    ids = spread([70, 0, 300, 129])
+    plan = permute.make_plan(ids, 4, align=64)
+    tiles = plan.tiles
+    num_big, num_small = tiles.num_tiles.tolist()
+    covered = torch.zeros(plan.num_rows, dtype=torch.int32)
+    owner = torch.full((plan.num_rows,), -1)
+    for count, size, experts, rows in (
+        (num_big, 128, tiles.big_expert, tiles.big_row),
+        (num_small, 64, tiles.small_expert, tiles.small_row),
+    ):
+        for expert, row in zip(experts[:count].tolist(), rows[:count].tolist(), strict=True):
+            covered[row : row + size] += 1
+            owner[row : row + size] = expert
+    assert (covered[: int(plan.last_row)] == 1).all()
+    assert (covered[int(plan.last_row) :] == 0).all()
+    for expert in range(4):
+        assert (owner[int(plan.starts[expert]) : int(plan.ends[expert])] == expert).all()
+    assert plan.order.tolist() == [2, 3, 0, 1]
+    assert tiles.big_expert[:num_big].tolist() == [2, 2, 3, 0]
