@@ -41,6 +41,10 @@ def test_from_nothing_to_a_speaking_model(recipe, tmp_path, capsys, monkeypatch)
     assert facts["steps"] >= 20
     assert facts["samples"][0]["prompt"] == "def "
     assert facts["seen_bytes"] > 0
+    rows = [json.loads(row) for row in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    kept = {r["name"]: r["bits_per_byte"] for r in rows if r["kind"] == "baseline"}
+    assert kept == {n: b for n, b in facts["bits_per_byte"].items() if n != "Kimi K3"}
+    assert "5-byte context" in (tmp_path / "run/report.html").read_text()
     assert facts["bits_per_byte"]["xz -9e"] > 1
     shown = re.search(r"Kimi K3\s+([\d.]+)", said.out).group(1)
     assert f"{facts['bits_per_byte']['Kimi K3']:.4f}" == shown
