@@ -62,11 +62,13 @@ def _line_chart(chart: LineChart, axes: Any) -> None:
         axes.annotate(
             word, (place, limits.low), fontsize=7, color="#5c6670", ha="right", va="bottom"
         )
-    for i, (value, word) in enumerate(sorted(chart.levels)):
+    step, free = 0.045 * (limits.high - limits.low), limits.low
+    for value, word in sorted(chart.levels):
         axes.axhline(value, color="#9aa4ae", linestyle="--", linewidth=0.8)
-        at, told = (1.0 - 0.2 * i, value), f"{word} {short(value)}"  # side by side, never stacked
-        look = {"fontsize": 7, "color": "#5c6670", "ha": "right", "va": "bottom"}
-        axes.annotate(told, at, xycoords=("axes fraction", "data"), **look)
+        free = max(value, free + step)  # beside the axes, pushed up where words would touch
+        look = {"fontsize": 7, "color": "#5c6670", "ha": "left", "va": "center"}
+        told = f"{word} {short(value)}"
+        axes.annotate(told, (1.01, free), xycoords=("axes fraction", "data"), **look)
     if chart.marks:
         xs = [place for place, _ in chart.marks]
         axes.plot(xs, [limits.low] * len(xs), "x", color=PALETTE[4], clip_on=False)
