@@ -17,7 +17,7 @@ from openk3.cli import common
 from openk3.obs import env
 
 Status = Literal["ok", "no", "bad"]
-BASE = ("torch", "numpy", "safetensors", "tokenizers", "tyro")
+BASE = ("torch", "numpy", "safetensors", "tokenizers")
 EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "serve": (
         "the HTTP server",
