@@ -1,7 +1,8 @@
 """Backend tables: which implementations an op has, what each needs, and which one runs here.
 
-A choice is made once, when a module is built, logged once, and shown by `k3 doctor`. An explicit
-choice that cannot be honoured is an error.
+An op asks its table at each call, with the device, dtype and widths of that call: predicates are
+cheap and cache what is not. The first choice of a kind is logged, and `k3 doctor` shows the tables.
+An explicit choice that cannot be honoured is an error.
 """
 
 import logging

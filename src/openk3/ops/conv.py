@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from openk3.errors import InputError
 from openk3.ops.packed import Gather, Scatter, sequence_lengths, spaced_layout
+from openk3.ops.precision import wide_dtype
 
 
 def short_conv(
@@ -30,7 +31,7 @@ def short_conv(
     if weight.numel() != dim * taps:
         raise InputError(f"conv weight {list(weight.shape)} does not fit {dim} channels")
     lengths = sequence_lengths(batch, tokens, cu_seqlens)
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(x)
     weight_DW = weight.reshape(dim, taps).to(wide)
     if cu_seqlens is None and initial_state is None:
         padded = F.pad(x, (0, 0, taps - 1, 0))

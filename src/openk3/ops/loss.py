@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from openk3.errors import InputError
+from openk3.ops.precision import wide_dtype
 
 IGNORE = -100
 
@@ -53,7 +54,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, head: Tensor, targets: Tensor, chunk_tokens: int) -> Tensor:
         need_hidden, need_head = ctx.needs_input_grad[:2]
-        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        wide = wide_dtype(hidden)
         d_hidden = torch.empty_like(hidden) if need_hidden else None
         d_head = torch.zeros_like(head, dtype=wide) if need_head else None
         total = torch.zeros((), dtype=wide, device=hidden.device)

@@ -22,6 +22,15 @@ def triton_runs(device: torch.device, **_: Any) -> tuple[bool, str]:
     return True, f"Triton on {torch.cuda.get_device_name(device)}"
 
 
+def row_kernel_runs(
+    *, device: torch.device, dtype: torch.dtype, dim: int, **_: Any
+) -> tuple[bool, str]:
+    """(usable, reason) of the kernels that hold whole rows of width `dim`."""
+    if dtype == torch.float64 or dim % 64:
+        return False, f"the kernel takes 16- or 32-bit floats of width 64 n, not {dtype} of {dim}"
+    return triton_runs(device)
+
+
 @cache
 def num_sms(device: torch.device) -> int:
     """Streaming multiprocessors; 2 on a CPU, where kernels run in Triton's interpreter."""

@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from openk3.errors import InputError
 from openk3.ops.attn_res.reference import mix_reference
 from openk3.ops.backends import Backend, BackendTable, always
 from openk3.ops.norm import rms_norm
-from openk3.ops.triton_support import triton_runs
+from openk3.ops.triton_support import row_kernel_runs
 
 __all__ = ["BACKENDS", "mix", "mix_norm"]
 
@@ -38,18 +37,10 @@ def _triton() -> Any:
     return triton_mix
 
 
-def _triton_usable(
-    *, device: torch.device, dtype: torch.dtype, dim: int, **_: Any
-) -> tuple[bool, str]:
-    if dtype == torch.float64 or dim % 64:
-        return False, f"the kernel takes 16- or 32-bit floats of width 64 n, not {dtype} of {dim}"
-    return triton_runs(device)
-
-
 BACKENDS = BackendTable(
     "attn_res",
     [
-        Backend("triton", "an NVIDIA GPU and the triton package", _triton_usable, _triton),
+        Backend("triton", "an NVIDIA GPU and the triton package", row_kernel_runs, _triton),
         Backend("reference", "nothing", always, _reference),
     ],
 )

@@ -5,12 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from openk3.ops.precision import wide_dtype
+
 
 def mix_reference(
     sources: Sequence[Tensor], query: Tensor, norm_weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Softmax over depth: (mixed [..., d] in the sources' dtype, weights [..., S] float32)."""
-    wide = torch.float64 if sources[0].dtype == torch.float64 else torch.float32
+    wide = wide_dtype(sources[0])
     direction = query.reshape(-1).to(wide) * norm_weight.to(wide)
     scores = torch.stack([_score(v.to(wide), direction, eps) for v in sources], -1)
     weights = scores.softmax(-1)

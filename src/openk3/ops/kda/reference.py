@@ -25,6 +25,7 @@ from torch import Tensor
 from openk3.ops.kda.layout import ChunkLayout, chunk_layout
 from openk3.ops.kda.scan import chunk_scan
 from openk3.ops.norm import l2_norm
+from openk3.ops.precision import wide_dtype
 
 TILE = 16
 
@@ -49,7 +50,7 @@ def activate(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Raw projections -> unit q (times scale) and k, v, log-decay, beta; float32 (or float64)."""
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(q)
     q, k, v, g, beta = (x.to(wide) for x in (q, k, v, g, beta))
     decay = log_decay(g, A_log.to(wide), None if dt_bias is None else dt_bias.to(wide), lower_bound)
     return l2_norm(q) * scale, l2_norm(k), v, decay, torch.sigmoid(beta)

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from openk3.errors import InputError
 from openk3.ops.packed import length_groups, sequence_lengths
+from openk3.ops.precision import wide_dtype
 
 Form = Literal["expanded", "absorbed"]
 MAX_SCORES = 1 << 26  # scores held at once when their maxima are wanted
@@ -122,7 +123,7 @@ def _expanded(q, latent, k_rope, kv_b, scale, want_peak) -> tuple[Tensor, Any]:
 
 def _explicit(q_BHTD, k_BHSD, v_BHSV, mask, scale) -> tuple[Tensor, Tensor]:
     """Attention that shows its scores, so that their maxima cost no second product."""
-    wide = torch.float64 if q_BHTD.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(q_BHTD)
     scores = ((q_BHTD * scale) @ k_BHSD.transpose(-1, -2)).to(wide)
     if mask is not None:
         scores = scores + torch.zeros_like(mask, dtype=wide).masked_fill_(~mask, -torch.inf)
@@ -136,7 +137,7 @@ def _absorbed(q, latent, k_rope, kv_b, scale, want_peak) -> tuple[Tensor, Any]:
     up = kv_b.view(heads, -1, kv_b.shape[1])
     k_up, v_up = up[:, :nope], up[:, nope:]
     q_latent = torch.einsum("bthn,hnr->bthr", q[..., :nope], k_up)
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(q)
     scores = torch.einsum("bthr,bsr->bhts", q_latent.to(wide), latent.to(wide))
     scores = scores + torch.einsum("bthd,bsd->bhts", q[..., nope:].to(wide), k_rope.to(wide))
     scores = scores * scale

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from openk3.ops.precision import wide_dtype
+
 
 @dataclass(frozen=True)
 class Routing:
@@ -31,7 +33,7 @@ def route(
 
     x [T, d], weight [E, d], bias [E] float32 (used for the choice only).
     """
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(x)
     scores = torch.sigmoid(F.linear(x.to(wide), weight.to(wide)))
     with torch.no_grad():
         best = (scores + bias.to(wide)).topk(top_k + 1, dim=-1)

@@ -15,7 +15,7 @@ def situ_glu(gate: Tensor, up: Tensor, beta1: float = 4.0, beta2: float | None =
 
 
 class _Situ(torch.autograd.Function):
-    """By hand: the three nonlinearities are kept, since tanh is the dear one on CPUs."""
+    """By hand: the three nonlinearities are kept, since tanh is expensive on CPUs."""
 
     @staticmethod
     def forward(ctx, gate: Tensor, up: Tensor, beta1: float, beta2: float | None) -> Tensor:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from openk3.ops.backends import Backend, BackendTable, always
@@ -12,7 +11,7 @@ from openk3.ops.norm.reference import (
     rms_norm_reference,
     rms_norm_wide,
 )
-from openk3.ops.triton_support import triton_runs
+from openk3.ops.triton_support import row_kernel_runs
 
 __all__ = ["BACKENDS", "gated_head_norm", "l2_norm", "rms_norm", "rms_norm_wide"]
 
@@ -27,18 +26,10 @@ def _triton() -> Any:
     return rms_norm_triton
 
 
-def _triton_usable(
-    *, device: torch.device, dtype: torch.dtype, dim: int, **_: Any
-) -> tuple[bool, str]:
-    if dtype == torch.float64 or dim % 64:
-        return False, f"the kernel takes 16- or 32-bit floats of width 64 n, not {dtype} of {dim}"
-    return triton_runs(device)
-
-
 BACKENDS = BackendTable(
     "norm",
     [
-        Backend("triton", "an NVIDIA GPU and the triton package", _triton_usable, _triton),
+        Backend("triton", "an NVIDIA GPU and the triton package", row_kernel_runs, _triton),
         Backend("reference", "nothing", always, _reference),
     ],
 )

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from openk3.ops.precision import wide_dtype
+
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The text model's RMSNorm: normalise in float32, cast back, then multiply by `weight`.
@@ -32,7 +34,7 @@ def gated_head_norm(o: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tens
 
     o [..., H, V], weight [V] float32, gate [..., H, V] logits; returns o's shape in gate's dtype.
     """
-    wide = torch.float64 if o.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(o)
     x = o.to(wide)
     normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.to(wide)
     return (normed * torch.sigmoid(gate.to(wide))).to(gate.dtype)
