@@ -154,6 +154,7 @@ def test_sinks_by_name(tmp_path, monkeypatch):
         add_scalar=lambda *args: sent.append(args), flush=lambda: None, close=lambda: None
     )
     summary = types.SimpleNamespace(Writer=lambda folder: writer)
+    monkeypatch.setitem(sys.modules, "tensorboard", types.ModuleType("tensorboard"))
     monkeypatch.setitem(sys.modules, "tensorboard.summary", summary)
     (sink,) = sinks.make(["tensorboard"], tmp_path, "id", {})
     sink.log(row(5).to_dict())

@@ -39,12 +39,6 @@ def test_resume_appends(tmp_path):
     assert [a.get("world_size") for a in run_module.read_env(run.path)] == [None, 4]
 
 
-def test_open_creates_then_resumes(tmp_path):
-    for attempt in (1, 2, 3):
-        with RunFolder.open(tmp_path, CONFIG) as run:
-            assert run.attempt == attempt
-
-
 def test_nothing_is_clobbered(tmp_path):
     RunFolder.create(tmp_path / "r", CONFIG).close()
     before = {p: p.read_bytes() for p in (tmp_path / "r").rglob("*") if p.is_file()}

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 import shutil
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from openk3.checkpoint import training as checkpoints
 from openk3.checkpoint.training import read
 from openk3.errors import (
+    BackendError,
     CheckpointError,
     ConfigError,
     DataError,
@@ -19,6 +21,7 @@ from openk3.errors import (
     InputError,
     StorageError,
 )
+from openk3.obs import sinks
 from openk3.obs.metrics import read_rows
 from openk3.parallel.world import World
 from openk3.train.setup import build_trainer, training
@@ -280,6 +283,23 @@ def test_a_folder_with_other_files_is_refused(data, tmp_path):
     with pytest.raises(StorageError, match="not empty"):
         run(tiny_recipe(data), tmp_path)
     assert os.listdir(tmp_path) == ["photo.jpg"]
+
+
+def test_trackers_receive_the_rows_of_every_attempt(data, tmp_path, monkeypatch):
+    sent = []
+    fake = SimpleNamespace(log=lambda row: sent.append((row["kind"], row["step"])), close=list)
+    monkeypatch.setitem(sinks.SINKS, "tensorboard", lambda *_: fake)
+    monkeypatch.setitem(sys.modules, "tensorboard", SimpleNamespace())
+    recipe = tiny_recipe(data, train__steps=2, run__trackers=("tensorboard",))
+    run(recipe, tmp_path / "run")
+    assert [step for kind, step in sent if kind == "step"] == [1, 2]
+
+
+def test_a_tracker_that_is_not_there_is_said_before_the_folder_is_made(data, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(BackendError, match=r"openk3\[track\]"):
+        run(tiny_recipe(data, run__trackers=("wandb",)), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_no_room_is_said_before_the_folder_is_made(data, tmp_path, monkeypatch):

@@ -12,6 +12,13 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+def at_least(config: Any, minimum: float, *names: str) -> None:
+    """Each named field must be at least `minimum`."""
+    for name in names:
+        value = getattr(config, name)
+        require(value >= minimum, f"{name} ({value}) must be at least {minimum}")
+
+
 def integer_fields_positive(config: Any, prefix: str, zero_ok: tuple[str, ...] = ()) -> None:
     """Every field annotated `int` must hold an int of at least 1 (0 where `zero_ok` names it)."""
     for item in dataclasses.fields(config):

@@ -8,7 +8,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from openk3.config.check import require
+from openk3.config.check import at_least, require
 from openk3.config.model import ModelConfig
 from openk3.config.presets import preset
 
@@ -27,6 +27,9 @@ class DataRecipe:
     """Tokens of one packed row; documents in it do not see each other."""
     seed: int = 0
     """Order of the samples."""
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "sequence_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +64,8 @@ class OptimRecipe:
         for name in ("warmup_fraction", "final_lr_fraction", "momentum"):
             value = getattr(self, name)
             require(0 <= value <= 1, f"{name} ({value}) must lie in [0, 1]")
-        for name in ("weight_decay", "clip_norm"):
-            value = getattr(self, name)
-            require(value >= 0, f"{name} ({value}) must not be negative")
-        require(
-            self.newton_schulz_steps >= 1,
-            f"newton_schulz_steps ({self.newton_schulz_steps}) must be at least 1",
-        )
+        at_least(self, 0, "embed_lr_scale", "weight_decay", "clip_norm")
+        at_least(self, 1, "newton_schulz_steps")
         require(self.logit_cap > 0, f"logit_cap ({self.logit_cap}) must be positive")
 
 
@@ -84,20 +82,15 @@ class TrainRecipe:
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of products: float32, bfloat16, or auto (bfloat16 on a GPU, float32 on a CPU)."""
     seed: int = 0
-    """Initial weights."""
+    """Initial weights, and the random numbers of every step and sample."""
     spike_nats: float = 2.0
     """A step whose loss exceeds the running mean by this much is skipped."""
     max_bad_steps: int = 10
     """Bad steps in a row after which the run stops."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_sequences", "max_bad_steps"):
-            value = getattr(self, name)
-            require(value >= 1, f"{name} ({value}) must be at least 1")
-        require(
-            self.micro_sequences >= 0,
-            f"micro_sequences ({self.micro_sequences}) must not be negative",
-        )
+        at_least(self, 1, "steps", "batch_sequences", "max_bad_steps")
+        at_least(self, 0, "micro_sequences", "spike_nats")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,11 +121,13 @@ class RunRecipe:
     """Tokens of a sample."""
     observe_every: int = 50
     """Steps between rows about experts, AttnRes weights and decay; 0 turns them off."""
+    trackers: tuple[str, ...] = ()
+    """Send metrics there too: wandb, trackio, tensorboard."""
 
     def __post_init__(self) -> None:
-        for name in ("threads", "checkpoint_every", "keep_checkpoints", "eval_every"):
-            value = getattr(self, name)
-            require(value >= 0, f"{name} ({value}) must not be negative")
+        at_least(self, 0, "threads", "checkpoint_every", "keep_checkpoints")
+        at_least(self, 0, "eval_every", "eval_tokens", "final_eval_tokens")
+        at_least(self, 0, "sample_every", "sample_tokens", "observe_every")
 
 
 @dataclass(frozen=True, kw_only=True)

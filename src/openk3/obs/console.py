@@ -25,9 +25,9 @@ class Console:
         window: int = 50,
         emit: Callable[[str], None] | None = None,
     ) -> None:
-        """`every` thins the lines out (the first, the last and bad steps are always said);
+        """A line each `every` steps; the first, the last and bad steps always get one.
 
-        speed and time left are those of the last `window` steps after `warmup_steps`.
+        Speed and time left are those of the last `window` steps after `warmup_steps`.
         """
         self.total_steps = total_steps
         self.every = every

@@ -112,7 +112,7 @@ class BalanceRow(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class AttnResRow(Row):
-    """Where each AttnRes mix reads from (K3 report §2.3)."""
+    """Where each AttnRes mix reads from (K3 report §2.2)."""
 
     kind: ClassVar[str] = "attn_res"
     weights: Mapping[str, Sequence[float]]

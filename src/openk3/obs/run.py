@@ -23,7 +23,7 @@ SCHEMA = 1
 
 
 class RunFolder:
-    """A run folder opened for writing by one process. Use `create`, `resume`, or `open`."""
+    """A run folder opened for writing by one process. Use `create` or `resume`."""
 
     def __init__(self, path: Path, attempt: int, saved: dict[str, Any]) -> None:
         self.path = path
@@ -66,13 +66,6 @@ class RunFolder:
             run.metrics.mark_resume(step, run.attempt)
         return run
 
-    @classmethod
-    def open(cls, path: str | Path, config: Mapping[str, Any], **facts: Any) -> "RunFolder":
-        """Resume the run in `path` if there is one, else create it."""
-        if is_run(path):
-            return cls.resume(path, **facts)
-        return cls.create(path, config, **facts)
-
     def _begin(self, facts: Mapping[str, Any]) -> "RunFolder":
         attempts = [*read_env(self.path), env.describe() | json_ready(facts)]
         _io.write_json(self.path / "env.json", {"schema": SCHEMA, "attempts": attempts})
@@ -87,11 +80,6 @@ class RunFolder:
     def log_path(self) -> Path:
         """Log file of this attempt; pass it to `obs.log.setup`."""
         return self.path / "logs" / f"attempt_{self.attempt}.log"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Where checkpoints go."""
-        return self.path / "checkpoints"
 
     def add_sinks(self, sinks: Iterable[Sink]) -> None:
         """Send every later metrics row to `sinks` too."""

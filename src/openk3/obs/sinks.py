@@ -15,17 +15,7 @@ from openk3.obs.metrics import Sink
 AXES = ("step", "tokens", "flops", "seconds")
 
 
-class NullSink:
-    """Takes rows and does nothing."""
-
-    def log(self, row: Mapping[str, Any]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class ScalarSink(NullSink):
+class ScalarSink:
     """Sends a row's scalars to `send(values, step)`."""
 
     def __init__(
@@ -85,15 +75,21 @@ SINKS: dict[str, Callable[[Path, str, Mapping[str, Any]], Sink]] = {
 }
 
 
-def make(
-    names: Sequence[str], folder: str | Path, run_id: str, config: Mapping[str, Any]
-) -> list[Sink]:
-    """The sinks of those names for a run. Raises ConfigError, or BackendError if not installed."""
+def require(names: Sequence[str]) -> None:
+    """Raise ConfigError for an unknown tracker, BackendError for one that is not installed."""
     for name in names:
         if name not in SINKS:
             raise ConfigError(
                 f"no tracker {name!r}{nearest(name, set(SINKS))}; there are {', '.join(SINKS)}"
             )
+        _need(name)
+
+
+def make(
+    names: Sequence[str], folder: str | Path, run_id: str, config: Mapping[str, Any]
+) -> list[Sink]:
+    """The sinks of those names for a run. Raises as `require` does."""
+    require(names)
     return [SINKS[name](Path(folder), run_id, config) for name in names]
 
 

@@ -1,28 +1,25 @@
 """How much memory a process's device uses and has, and how fast it could compute."""
 
-import os
-import resource
-import sys
-
 import torch
+
+from openk3.obs import env
 
 PEAK_BFLOAT16 = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "B200": 2250e12}
 """Dense bfloat16 FLOP/s of a GPU whose name holds the key (vendors' data sheets)."""
 
 
-def memory_bytes(device: torch.device) -> int:
-    """Peak use: allocated GPU memory, or the process's resident set."""
+def memory_bytes(device: torch.device) -> int | None:
+    """Peak use: allocated GPU memory, or the process's resident set; None where unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return env.peak_memory()
 
 
-def memory_total(device: torch.device) -> int:
-    """What there is."""
+def memory_total(device: torch.device) -> int | None:
+    """Bytes of the GPU's memory, or of the machine's; None where unknown."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return env.total_memory()
 
 
 def peak_flops(device: torch.device) -> float | None:

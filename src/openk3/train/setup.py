@@ -17,7 +17,7 @@ from openk3.data.dataset import Dataset
 from openk3.data.loader import Loader
 from openk3.errors import ConfigError, StorageError
 from openk3.model.k3 import K3
-from openk3.obs import log
+from openk3.obs import log, sinks
 from openk3.obs.run import RunFolder, is_run, read_config
 from openk3.optim.groups import assign_all
 from openk3.optim.optimizer import Optimizer
@@ -151,6 +151,7 @@ def training(
     recipe = with_special_ids(recipe, data.datasets[0])
     if world.is_main:
         check_folder(recipe, folder, resume)
+        sinks.require(recipe.run.trackers)
     trainer = build_trainer(recipe, data, world, loss=loss)
     if resume:
         _continue(trainer, checkpoints)
@@ -159,6 +160,7 @@ def training(
         return
     require_disk(folder, disk_bytes(trainer), "this run with its checkpoints")
     with _open_folder(trainer, folder, resume) as run:
+        run.add_sinks(sinks.make(recipe.run.trackers, folder, run.id, run.config))
         log.setup(run.log_path)
         for sentence in checkpoints.passed_over:
             log.get("train").warning("passed over a checkpoint: %s", sentence)
