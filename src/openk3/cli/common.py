@@ -64,8 +64,7 @@ def parse_recipe(
     to.add_argument("--dry-run", action="store_true", help="print the resolved recipe and stop")
     if {"-h", "--help"} & set(argv):
         to.epilog = "Settings of a recipe, as flags:\n\n" + describe(cls)
-    own = {option for action in to._actions for option in action.option_strings}
-    settings, rest = take_flags(cls, argv, own)
+    settings, rest = take_flags(cls, argv, own_options(to))
     options = to.parse_args(rest)
     config = resolve(cls, options.recipes, settings, base)
     if options.dry_run:
@@ -73,6 +72,11 @@ def parse_recipe(
         sys.stdout.write(json_text(to_dict(config)) if as_json else to_toml(config))
         raise SystemExit(0)
     return config, options
+
+
+def own_options(parser: argparse.ArgumentParser) -> set[str]:
+    """The options that `parser` reads itself; every other flag is a field of a configuration."""
+    return {option for action in parser._actions for option in action.option_strings}
 
 
 def json_text(value: Any) -> str:

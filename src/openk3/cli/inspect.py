@@ -35,8 +35,7 @@ def main(argv: list[str]) -> int:
     common.add_json(parser)
     if {"-h", "--help"} & set(argv):
         parser.epilog = "Fields of the model:\n\n" + describe_fields(ModelConfig)
-    own = {option for action in parser._actions for option in action.option_strings}
-    settings, rest = take_flags(ModelConfig, argv, own)
+    settings, rest = take_flags(ModelConfig, argv, common.own_options(parser))
     options = parser.parse_args(rest)
     if Path(options.model).is_dir():
         if settings:
