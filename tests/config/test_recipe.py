@@ -35,6 +35,8 @@ def test_model_section_is_a_preset_and_changes(tmp_path):
         (lambda: OptimRecipe(logit_cap=-1), "logit_cap"),
         (lambda: TrainRecipe(steps=0), "steps"),
         (lambda: RunRecipe(eval_every=-1), "eval_every"),
+        (lambda: RunRecipe(sample_tokens=-1), "sample_tokens"),
+        (lambda: DataRecipe(sequence_tokens=0), "sequence_tokens"),
     ],
 )
 def test_values_that_cannot_work(make, message):

@@ -187,3 +187,16 @@ def test_generation_stops_pads_and_repeats_with_its_seed(model):
 def test_bad_sampling_is_refused(model, options):
     with pytest.raises(InputError):
         model.generate(torch.zeros(1, 1, dtype=torch.int64), **options)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_generate_leaves_the_mode_as_it_was_also_after_an_error(training):
+    model = K3(preset("nano")).train(training)
+
+    def stop(ids):
+        assert not model.training
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(torch.zeros(1, 2, dtype=torch.int64), on_token=stop)
+    assert model.training is training

@@ -99,7 +99,7 @@ def scaled(rung: Rung) -> ModelConfig:
             head_dim=rung.head_dim,
         ),
         q_lora_rank=_multiple(rung.hidden * 3 / 14, 16),
-        kv_lora_rank=max(4 * rung.head_dim // 2, _multiple(rung.hidden / 14, 16)),
+        kv_lora_rank=max(2 * rung.head_dim, _multiple(rung.hidden / 14, 16)),
         qk_nope_head_dim=rung.head_dim,
         qk_rope_head_dim=rung.head_dim // 2,
         v_head_dim=rung.head_dim,

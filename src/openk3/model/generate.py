@@ -8,6 +8,7 @@ from torch import Tensor
 
 from openk3.errors import InputError
 from openk3.model.cache import DenseCache
+from openk3.model.mode import evaluation_mode
 
 if TYPE_CHECKING:
     from openk3.model.k3 import K3
@@ -47,24 +48,22 @@ def generate(
         device=input_ids.device,
     )
     rng = torch.Generator(device=input_ids.device).manual_seed(seed)
-    was_training = model.training
-    model.eval()
     cache, pieces = DenseCache(), [input_ids]
     done = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
     ids, images = input_ids, {"pixel_values": pixel_values, "grid_thws": grid_thws}
-    for _ in range(max_new_tokens):
-        logits = model(ids, **images, state=cache, logits_for="last")[:, -1].float()
-        images = {}  # the cache has seen them
-        chosen = sample(logits, temperature, top_p, rng)
-        chosen = torch.where(done, model.config.pad_token_id, chosen)
-        done |= torch.isin(chosen, stops)
-        ids = chosen[:, None]
-        pieces.append(ids)
-        if on_token is not None:
-            on_token(chosen)
-        if bool(done.all()):
-            break
-    model.train(was_training)
+    with evaluation_mode(model):
+        for _ in range(max_new_tokens):
+            logits = model(ids, **images, state=cache, logits_for="last")[:, -1].float()
+            images = {}  # the cache has seen them
+            chosen = sample(logits, temperature, top_p, rng)
+            chosen = torch.where(done, model.config.pad_token_id, chosen)
+            done |= torch.isin(chosen, stops)
+            ids = chosen[:, None]
+            pieces.append(ids)
+            if on_token is not None:
+                on_token(chosen)
+            if bool(done.all()):
+                break
     return torch.cat(pieces, 1)
 
 

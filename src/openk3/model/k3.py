@@ -22,6 +22,7 @@ from openk3.config import ModelConfig
 from openk3.errors import InputError
 from openk3.model.block import K3Layer, attn_res
 from openk3.model.cache import DenseCache
+from openk3.model.generate import generate as generate_tokens
 from openk3.model.init import init_weights
 from openk3.model.layers import RMSNorm, linear
 from openk3.model.media import Prompt, make_room, require_vision, splice
@@ -129,10 +130,10 @@ class K3(nn.Module):
     def mtp_hidden(
         self, hidden: Tensor, next_ids: Tensor, *, cu_seqlens: Tensor | None = None
     ) -> Tensor:
-        """[B, T, d] whose head output predicts the token after next_ids [B, T], the tokens at t +
-        1.
+        """[B, T, d] whose head output at t predicts the token at t + 2.
 
-        hidden [B, T, d] as `hidden()` returns it. Needs num_nextn_predict_layers = 1.
+        hidden [B, T, d] as `hidden()` returns it; next_ids [B, T] int64, the tokens at t + 1.
+        Raises InputError unless num_nextn_predict_layers is 1.
         """
         if self.mtp is None:
             raise InputError("this model has no MTP layer (num_nextn_predict_layers is 0)")
@@ -186,8 +187,4 @@ class K3(nn.Module):
     def _mla_layers(self) -> dict[int, GatedMLA]:
         return {m.layer: m for m in self.layers.modules() if isinstance(m, GatedMLA)}
 
-    def generate(self, input_ids: Tensor, **options) -> Tensor:
-        """Continue input_ids [B, T]; see `openk3.model.generate.generate`."""
-        from openk3.model.generate import generate
-
-        return generate(self, input_ids, **options)
+    generate = generate_tokens
