@@ -42,3 +42,13 @@ def test_logits_with_two_images(expected):
     torch.testing.assert_close(logits, expected["output/mm_logits"], atol=5e-4, rtol=0)
     expanded = expand_media(ids, grid_thws, model.config)
     assert torch.equal(model(expanded, **images), logits)
+
+
+@pytest.mark.parametrize("mxfp4", [True, False])
+@torch.no_grad()
+def test_rewritten_and_loaded_again_it_is_the_same_model(expected, tmp_path, mxfp4):
+    model = openk3.load(FOLDER, experts="packed")
+    openk3.save(model, tmp_path / "copy", mxfp4_experts=mxfp4)
+    again = openk3.load(tmp_path / "copy", dtype=torch.float32)
+    logits = again(expected["input/ids"])
+    torch.testing.assert_close(logits, expected["output/logits"], atol=5e-4, rtol=0)
