@@ -63,8 +63,6 @@ def to_training(
     model = load(source, dtype=torch.float32, progress=progress)
     facts: dict[str, Any] = {"model": model.config.replace(quantization=None).to_hf()}
     checkpoint = training.Checkpoint(0, {"model": model.state_dict()}, {}, facts)
-    if target.exists():
-        target.rmdir()
     with atomic_dir(target) as folder:
         training.CheckpointFolder(folder / "checkpoints").save(checkpoint)
         for name in COMPANIONS:

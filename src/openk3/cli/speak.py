@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from openk3.errors import CheckpointError, InputError
+from openk3.obs.progress import Progress
 
 if TYPE_CHECKING:
     from openk3.checkpoint.experts import CacheStats
@@ -99,11 +100,14 @@ def open_speaker(
         return Speaker(trained.model, load_tokenizer(home))
     from openk3 import checkpoint
 
-    model = checkpoint.load(
-        path,
-        device=place,
-        dtype=kind,
-        experts="dequant" if expert_cache_gb is None else "stream",
-        expert_cache_gb=expert_cache_gb,
-    )
+    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    with Progress(size, "loading", "B") as bar:
+        model = checkpoint.load(
+            path,
+            device=place,
+            dtype=kind,
+            experts="dequant" if expert_cache_gb is None else "stream",
+            expert_cache_gb=expert_cache_gb,
+            progress=bar.advance,
+        )
     return Speaker(model, load_tokenizer(path))

@@ -30,7 +30,7 @@ torch.set_num_threads(1)
 if limit:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 model = openk3.load(folder, experts=experts, dtype=torch.float32, expert_cache_gb=0.05)
-ids = model.generate(torch.arange(10)[None], max_new_tokens=8, temperature=0, stop_ids=[])
+ids = model.generate(torch.arange(4)[None], max_new_tokens=5, temperature=0, stop_ids=[])
 stats = stream_stats(model)
 print(json.dumps({"ids": ids.tolist(), "evictions": stats.evictions if stats else None}))
 """

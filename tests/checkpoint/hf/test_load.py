@@ -1,11 +1,14 @@
 """openk3.load: every dtype and expert form gives the stored values, without copying when it can."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import openk3
-from model_folders import CONFIG, Spoiler
+from model_folders import CONFIG, Spoiler, write_random
 from openk3.checkpoint.hf import layout
 from openk3.checkpoint.hf.folder import open_folder
 from openk3.checkpoint.hf.load import empty_model
@@ -194,3 +197,40 @@ def test_progress_counts_the_bytes_of_converted_files(folder):
     openk3.load(folder, dtype=torch.float32, progress=done.append)
     size = sum(e.num_bytes for e in open_folder(folder).entries.values() if e.dtype != "F32")
     assert size == sum(done)
+
+
+PEAK = """
+import sys, threading, torch, openk3
+
+def anonymous():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) << 10
+
+def watch():
+    while not done.wait(0.0005):
+        peak.append(max(peak.pop(), anonymous()))
+
+openk3.load(sys.argv[1], dtype=torch.float32)  # tables and imports are not the model's memory
+before, peak, done = anonymous(), [0], threading.Event()
+watcher = threading.Thread(target=watch)
+watcher.start()
+model = openk3.load(sys.argv[2], dtype=torch.float32)
+done.set()
+watcher.join()
+size = sum(t.numel() * t.element_size() for t in model.state_dict().values())
+print((max(peak[0], anonymous()) - before) / size, size)
+"""
+
+
+@pytest.mark.parametrize("mxfp4", [True, False])
+def test_peak_memory_is_the_models_own(folder, tmp_path, mxfp4):
+    config = CONFIG.replace(
+        num_experts=64, moe_intermediate_size=256, routed_expert_hidden_size=256
+    )
+    big = write_random(tmp_path / "big", config=config, mxfp4_experts=mxfp4, max_shard_bytes=20e6)
+    out = subprocess.run(
+        [sys.executable, "-c", PEAK, str(folder), str(big)],
+        capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    assert int(out[1]) > 100e6
+    assert float(out[0]) < 1.1

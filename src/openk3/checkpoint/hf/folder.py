@@ -5,6 +5,7 @@ config.json, one model.safetensors or an index with shards, and files that trave
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -225,13 +226,13 @@ def _read_entries(path: Path, wrong: list[str]) -> dict[str, Entry]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index_path}: weight_map is missing or empty")
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", ".", ".."):
+        if not isinstance(shard, str) or "/" in shard or shard in ("", ".", ".."):
             raise CheckpointError(f"{index_path}: {name} points to {shard!r}, not a file name")
+    counts = Counter(weight_map.values())
     entries: dict[str, Entry] = {}
-    for shard in sorted(set(weight_map.values())):
+    for shard in sorted(counts):
         if not (path / shard).exists():
-            count = sum(where == shard for where in weight_map.values())
-            wrong.append(f"shard {shard} is missing ({count} tensors)")
+            wrong.append(f"shard {shard} is missing ({counts.pop(shard)} tensors)")
             continue
         for name, entry in read_header(path / shard).items():
             if name in entries:
@@ -239,9 +240,8 @@ def _read_entries(path: Path, wrong: list[str]) -> dict[str, Entry]:
             elif weight_map.get(name) != shard:
                 wrong.append(f"{name} is in {shard}, the index says {weight_map.get(name)}")
             entries[name] = entry
-    absent = {shard for shard in weight_map.values() if not (path / shard).exists()}
     for name, shard in weight_map.items():
-        if shard not in absent and name not in entries:
+        if shard in counts and name not in entries:
             wrong.append(f"the index puts {name} into {shard}, which does not hold it")
     return entries
 

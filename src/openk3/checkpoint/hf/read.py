@@ -7,6 +7,7 @@ more than reading, and memory beyond the result is a few MiB. Nothing is ever un
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -53,13 +54,12 @@ class FileReader:
         self._files: dict[Path, int] = {}
         self._maps: dict[Path, mmap.mmap] = {}
         self._local = threading.local()
+        weakref.finalize(self, _close, self._files)
 
     def close(self) -> None:
         """Close the files; mapped tensors stay valid."""
         with self._lock:
-            for handle in self._files.values():
-                os.close(handle)
-            self._files.clear()
+            _close(self._files)
             self._maps.clear()
 
     def __enter__(self) -> "FileReader":
@@ -181,6 +181,11 @@ class FileReader:
                 no_reserve = getattr(mmap, "MAP_NORESERVE", 0)
                 self._maps[path] = mmap.mmap(handle, 0, flags=mmap.MAP_PRIVATE | no_reserve)
             return self._maps[path]
+
+
+def _close(files: dict[Path, int]) -> None:
+    while files:
+        os.close(files.popitem()[1])
 
 
 def run_jobs(

@@ -11,6 +11,7 @@ import shutil
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ import torch
 from openk3._io import atomic_dir, require_disk
 from openk3.checkpoint.hf.folder import INDEX
 from openk3.checkpoint.hf.header import ITEM_BYTES
-from openk3.checkpoint.hf.layout import Tensor
+from openk3.checkpoint.hf.layout import Tensor, from_file
 from openk3.checkpoint.hf.read import NAMES, run_jobs
 from openk3.errors import CheckpointError, InputError
 
@@ -72,8 +73,6 @@ def write_folder(
     shards = list(plan_shards(groups, int(max_shard_bytes)))
     total = sum(tensor.num_bytes for shard in shards for tensor in shard)
     require_disk(path, total, f"writing {path}")
-    if path.exists():
-        path.rmdir()  # it is empty; the finished folder takes its place
     with atomic_dir(path) as folder:
         with ShardWriter(folder, shards) as writer:
             run_jobs((lambda job=job: writer.store(job()) for job in jobs), progress=progress)
@@ -95,16 +94,25 @@ def check_target(path: Path, max_shard_bytes: float = 1) -> None:
 
 
 def plan_shards(groups: Iterable[list[Tensor]], max_shard_bytes: int) -> Iterator[list[Tensor]]:
-    """Cut groups into shards of at most `max_shard_bytes` (one tensor at least)."""
+    """Cut groups into shards of at most `max_shard_bytes` (one tensor at least).
+
+    A stack that fits into one file is not cut, so that loading can map it.
+    """
     for group in groups:
         shard: list[Tensor] = []
         size = 0
-        for tensor in group:
-            if shard and size + tensor.num_bytes > max_shard_bytes:
+        for _, stack in groupby(group, key=lambda tensor: from_file(tensor.name)[::2]):
+            tensors = list(stack)
+            whole = sum(tensor.num_bytes for tensor in tensors)
+            if shard and size + whole > max_shard_bytes >= whole:
                 yield shard
                 shard, size = [], 0
-            shard.append(tensor)
-            size += tensor.num_bytes
+            for tensor in tensors:
+                if shard and size + tensor.num_bytes > max_shard_bytes:
+                    yield shard
+                    shard, size = [], 0
+                shard.append(tensor)
+                size += tensor.num_bytes
         if shard:
             yield shard
 
