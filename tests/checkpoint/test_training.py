@@ -78,6 +78,16 @@ def half_state(path):
     os.truncate(path / "state.json", 30)
 
 
+def other_position(path):
+    state = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps(state | {"loop": {"position": 7}}))
+
+
+def files_as_a_list(path):
+    state = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps(state | {"files": ["model.safetensors"]}))
+
+
 def new_schema(path):
     state = json.loads((path / "state.json").read_text())
     (path / "state.json").write_text(json.dumps(state | {"schema": 99}))
@@ -91,6 +101,8 @@ def new_schema(path):
         (lose, "model.safetensors is missing"),
         (no_state, "no state.json"),
         (half_state, "cannot read .*state.json"),
+        (other_position, "state.json is corrupt"),
+        (files_as_a_list, "state.json is corrupt"),
         (new_schema, "schema 99"),
     ],
 )

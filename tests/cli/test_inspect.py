@@ -36,6 +36,21 @@ def test_a_recipe_file(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["total"] > 0
 
 
+def test_a_run_folder_is_its_model(tmp_path, capsys):
+    config = {"schema": 1, "id": "a", "config": {"model": {"preset": "nano", "num_experts": 16}}}
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["inspect", str(tmp_path), "--json"]) == 0
+    of_the_run = json.loads(capsys.readouterr().out)["total"]
+    assert main(["inspect", "nano", "--num_experts", "16", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["total"] == of_the_run
+
+
+def test_a_folder_without_a_model_is_said(tmp_path, capsys):
+    assert main(["inspect", str(tmp_path)]) == 1
+    assert "is no model folder: it has no config.json" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [

@@ -1,5 +1,6 @@
 """The `k3` command itself: quick help, exit codes, one line per error."""
 
+import io
 import os
 import subprocess
 import sys
@@ -9,7 +10,8 @@ import pytest
 
 from openk3 import cli
 from openk3._version import __version__
-from openk3.errors import DataError
+from openk3.cli import common
+from openk3.errors import ConfigError, DataError
 
 HELP = """
 import sys, time
@@ -68,3 +70,43 @@ def test_a_reader_that_left_is_no_traceback():
     os.close(write)
     assert done.returncode == 141
     assert done.stderr == ""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
+def test_a_full_disk_behind_stdout_is_one_line():
+    command = [sys.executable, "-m", "openk3", "inspect", "nano"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "k3 inspect: [Errno 28] No space left on device\n"
+
+
+def test_closed_streams_are_no_traceback():
+    code = "import os, sys; os.close(0); os.close(1); os.execv(sys.executable, sys.argv[1:])"
+    command = [sys.executable, "-c", code, sys.executable, "-m", "openk3", "inspect", "nano"]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_text_that_the_terminal_cannot_show_is_escaped(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    speaks = types.SimpleNamespace(main=lambda _: print("\u6f22 \udcff") or 0)
+    monkeypatch.setitem(sys.modules, "openk3.cli.fake", speaks)
+    monkeypatch.setitem(cli.VERBS, "fake", ("openk3.cli.fake", "speaks"))
+    assert cli.main(["fake"]) == 0
+    assert stream.buffer.getvalue() == b"\\u6f22 \\udcff\n"
+
+
+def test_words_and_options_come_in_any_order():
+    parser = common.parser("fake", "")
+    parser.add_argument("model")
+    parser.add_argument("prompt", nargs="?", default="")
+    parser.add_argument("--max-tokens", type=int)
+    options = parser.parse_args(["runs/a", "--max-tokens", "3", "def "])
+    assert vars(options) == {"model": "runs/a", "prompt": "def ", "max_tokens": 3}
+
+
+def test_more_threads_than_a_machine_starts_are_refused():
+    with pytest.raises(ConfigError, match="at most 1024"):
+        common.use_threads(10**6)

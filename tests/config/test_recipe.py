@@ -36,7 +36,15 @@ def test_model_section_is_a_preset_and_changes(tmp_path):
         (lambda: TrainRecipe(steps=0), "steps"),
         (lambda: RunRecipe(eval_every=-1), "eval_every"),
         (lambda: RunRecipe(sample_tokens=-1), "sample_tokens"),
+        (lambda: RunRecipe(final_eval_tokens=-1), "final_eval_tokens"),
         (lambda: DataRecipe(sequence_tokens=0), "sequence_tokens"),
+        (lambda: DataRecipe(weights=(float("nan"),)), "weights"),
+        (lambda: TrainRecipe(seed=2**63), "seed"),
+        (lambda: TrainRecipe(spike_nats=float("nan")), "spike_nats"),
+        (lambda: OptimRecipe(embed_lr_scale=float("nan")), "embed_lr_scale"),
+        (lambda: OptimRecipe(adam_betas=(1.0, 0.95)), "adam_betas"),
+        (lambda: OptimRecipe(adam_eps=0.0), "adam_eps"),
+        (lambda: OptimRecipe(weight_decay=float("inf")), "weight_decay"),
     ],
 )
 def test_values_that_cannot_work(make, message):

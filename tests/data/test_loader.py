@@ -327,3 +327,14 @@ def test_bad_arguments_are_named(split: Split) -> None:
         InOrder(split, 4, num_context=4)
     with pytest.raises(InputError, match="must not be negative"):
         windows.row(-1)
+
+
+def test_ids_beyond_the_vocabulary_are_refused_when_read(tmp_path: Path) -> None:
+    make_dataset(tmp_path / "d", [30])
+    shard = tmp_path / "d" / "train-00000.k3tok"
+    raw = bytearray(shard.read_bytes())
+    raw[64 + 2 * 5 : 64 + 2 * 6] = (31).to_bytes(2, "little")  # ids 0 to 30 are the vocabulary
+    shard.write_bytes(raw)
+    rows = Windows(Dataset(tmp_path / "d", verify=False).split("train"), 31, seed=0)
+    with pytest.raises(DataError, match="holds the id 31 .* beyond its vocabulary of 31"):
+        rows.row(0)

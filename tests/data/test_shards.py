@@ -147,6 +147,9 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         ("vocab_size", None, "is corrupt: TypeError"),
         ("vocab_size", 70000, "belongs to another dataset"),
         ("splits", {"train": {}}, "is corrupt: KeyError"),
+        ("eot_id", 2, "does not end with the end-of-text id 2"),
+        ("source", None, "is corrupt: TypeError"),
+        ("source", {"skipped": 7}, "is corrupt: TypeError"),
         ("files", {"../../etc/passwd": ""}, "outside its folder"),
     ],
 )

@@ -1,5 +1,7 @@
 """The model's own promises: decoding equals the full pass, packing isolates, counting is once."""
 
+import math
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -183,7 +185,23 @@ def test_generation_stops_pads_and_repeats_with_its_seed(model):
     assert set(row[row.index(stop, 5) + 1 :]) <= {model.config.pad_token_id}
 
 
-@pytest.mark.parametrize("options", [{"temperature": -1.0}, {"top_p": 0.0}])
+def test_the_smallest_temperature_is_greedy(model):
+    prompt = draw_ids(model, 2, 5)
+    cold = model.generate(prompt, max_new_tokens=4, temperature=1e-45, stop_ids=[])
+    assert torch.equal(cold, model.generate(prompt, max_new_tokens=4, temperature=0, stop_ids=[]))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": -1.0},
+        {"temperature": math.nan},
+        {"temperature": math.inf},
+        {"top_p": 0.0},
+        {"max_new_tokens": -1},
+        {"seed": 2**63},
+    ],
+)
 def test_bad_sampling_is_refused(model, options):
     with pytest.raises(InputError):
         model.generate(torch.zeros(1, 1, dtype=torch.int64), **options)

@@ -64,6 +64,11 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"schema": 9, "id": "", "config": {}}))
     with pytest.raises(ConfigError, match="schema 9"):
         RunFolder.resume(tmp_path)
+    for odd in ({"schema": "x"}, {"id": 1}, {"config": []}):
+        saved = {"schema": 1, "id": "a", "config": {}} | odd
+        (tmp_path / "config.json").write_text(json.dumps(saved))
+        with pytest.raises(ConfigError, match="needs schema, id and config"):
+            RunFolder.resume(tmp_path)
     assert not (tmp_path / "metrics.jsonl").exists()
 
 

@@ -212,3 +212,15 @@ def test_heat_map_and_bars_are_valid_svg():
     bars = ET.fromstring(draw(Bars(**look, edges=[0.0, 1.0, 2.0], heights=[1.0, 3.0])))
     heights = [float(e.get("height")) for e in bars.iter() if e.get("class") == "bar"]
     assert heights[1] == pytest.approx(3 * heights[0], rel=0.01)
+
+
+def test_a_run_whose_numbers_are_not_finite_has_a_page(tmp_path):
+    bad = {"loss": math.nan, "bits_per_byte": math.nan}
+    with RunFolder.create(tmp_path / "run", {"train": {"steps": 1}}) as run:
+        run.metrics.write(rows.BaselineRow(**axes(0), name="other", bits_per_byte=math.nan))
+        run.metrics.write(step_row(1, loss=math.nan, bad="the loss is nan"))
+        run.metrics.write(
+            rows.EvalRow(**axes(1), split="heldout", num_tokens=10, num_bytes=30, **bad)
+        )
+    page = write_report(run.path, plots=False)[0].read_text()
+    assert page.count("not finite") == 4  # the tile, both numbers of the evaluation, the baseline

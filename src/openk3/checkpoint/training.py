@@ -5,7 +5,8 @@
     FOLDER/step_00000200/optimizer.safetensors   optimizer state
 
 A folder is filled aside, synced and renamed, so a kill at any moment leaves the older ones whole.
-state.json holds size and CRC-32 of every file; a folder that does not match them is passed over.
+state.json holds size and CRC-32 of every file, and its own CRC-32; a folder that does not match
+them is passed over.
 """
 
 import json
@@ -25,7 +26,7 @@ from torch import Tensor
 from openk3._io import atomic_dir, fsync_dir, require_disk
 from openk3.errors import CheckpointError, StorageError
 
-SCHEMA = 1
+SCHEMA = 2
 _NAME = re.compile(r"step_(\d{8,})")
 _ASIDE = re.compile(r"\.step_\d{8,}\.\d+\.tmp")
 
@@ -76,6 +77,7 @@ class CheckpointFolder:
                 "loop": dict(checkpoint.loop),
                 "files": files,
             }
+            state["crc32"] = _own_crc32(state)
             (folder / "state.json").write_text(json.dumps(state, indent=1) + "\n", "utf-8")
         if self.keep:
             for old in self._steps()[: -self.keep]:
@@ -172,6 +174,10 @@ def _read_state(path: Path) -> dict[str, Any]:
             f"{path} has schema {state['schema']}; this version reads {SCHEMA}, so use the "
             "version of openk3 that wrote it"
         )
+    if state.get("crc32") != _own_crc32(state):
+        raise CheckpointError(
+            f"{path / 'state.json'} is corrupt: its content does not have the CRC-32 it records"
+        )
     return state
 
 
@@ -186,6 +192,11 @@ def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
 def _num_bytes(checkpoint: Checkpoint) -> int:
     groups = checkpoint.tensors.values()
     return sum(t.numel() * t.element_size() for tensors in groups for t in tensors.values())
+
+
+def _own_crc32(state: Mapping[str, Any]) -> int:
+    content = {key: value for key, value in state.items() if key != "crc32"}
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def _crc32(file: Path) -> int:

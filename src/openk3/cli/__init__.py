@@ -1,5 +1,6 @@
 """The `k3` command. Only the chosen verb's module is imported, so `k3 --help` never loads torch."""
 
+import io
 import os
 import sys
 from importlib import import_module
@@ -32,18 +33,10 @@ def usage() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run one verb. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 141 no reader."""
     argv = sys.argv[1:] if argv is None else argv
-    if not argv or argv[0] in ("-h", "--help", "help"):
-        print(usage())
-        return 0 if argv else 2
-    if argv[0] == "--version":
-        print(f"openk3 {__version__}")
-        return 0
-    verb, rest = argv[0], argv[1:]
-    if verb not in VERBS:
-        print(f"k3: unknown verb {verb!r}{nearest(verb, set(VERBS))}\n\n{usage()}", file=sys.stderr)
-        return 2
+    _open_streams()
+    verb = argv[0] if argv else "--help"
     try:
-        code = import_module(VERBS[verb][0]).main(rest)
+        code = _run(verb, argv)
         sys.stdout.flush()
         return code
     except OpenK3Error as error:
@@ -53,5 +46,37 @@ def main(argv: list[str] | None = None) -> int:
         print(f"k3 {verb}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output left: `k3 inspect k3 | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 141
+    except OSError as error:  # a path that cannot be read or written, a full disk behind stdout
+        _drop_output()
+        print(f"k3 {verb}: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(verb: str, argv: list[str]) -> int:
+    if verb in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if argv else 2
+    if verb == "--version":
+        print(f"openk3 {__version__}")
+        return 0
+    if verb not in VERBS:
+        print(f"k3: unknown verb {verb!r}{nearest(verb, set(VERBS))}\n\n{usage()}", file=sys.stderr)
+        return 2
+    return import_module(VERBS[verb][0]).main(argv[1:])
+
+
+def _open_streams() -> None:
+    """Give closed streams somewhere to go, and let no character of a text end the program."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  (lives as long as we do)
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
+    for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
+
+
+def _drop_output() -> None:
+    """Send what stdout still holds nowhere, so that Python's exit does not fail on it again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -9,13 +9,22 @@ from typing import Any, TypeVar
 
 from openk3.config.dump import describe, to_dict, to_toml
 from openk3.config.load import resolve, take_flags
+from openk3.errors import ConfigError
 
 T = TypeVar("T")
+MOST_THREADS = 1024
+
+
+class _Parser(argparse.ArgumentParser):
+    """Takes options and positional words in any order."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return self.parse_intermixed_args(args, namespace)
 
 
 def parser(verb: str, about: str) -> argparse.ArgumentParser:
     """An argument parser for `k3 verb`; wrong usage leaves with exit code 2."""
-    return argparse.ArgumentParser(
+    return _Parser(
         prog=f"k3 {verb}",
         description=about,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -36,9 +45,14 @@ def add_threads(to: argparse.ArgumentParser) -> None:
 
 
 def use_threads(threads: int) -> None:
-    """Compute with so many CPU threads; 0 leaves the choice to torch. Call before any work."""
+    """Compute with so many CPU threads; 0 leaves the choice to torch. Call before any work.
+
+    Raises ConfigError for more than MOST_THREADS.
+    """
     if threads == 0:
         return
+    if threads > MOST_THREADS:  # OpenMP ends the process when it cannot start them
+        raise ConfigError(f"threads ({threads}) must be at most {MOST_THREADS}")
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
     import torch
 
@@ -46,7 +60,10 @@ def use_threads(threads: int) -> None:
 
 
 def _count(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text} is negative; 0 means all cores")
     return value

@@ -1,6 +1,7 @@
 """`k3 data build` makes token shards, `k3 data info` verifies and describes them."""
 
 import argparse
+import math
 import sys
 import time
 from pathlib import Path
@@ -58,7 +59,7 @@ def _build_parser() -> argparse.ArgumentParser:
     paths = "text files, .jsonl files, or folders whose files are one document each"
     add("paths", nargs="*", type=Path, metavar="PATH", help=paths)
     corpus = "instead of paths: so many MB of Python sources found on this machine"
-    add("--local-corpus", type=float, metavar="MB", help=corpus)
+    add("--local-corpus", type=_megabytes, metavar="MB", help=corpus)
     add("--out", type=Path, required=True, metavar="FOLDER", help="must not exist yet")
     vocabulary = "train a K3-style tokenizer with so many ids"
     add("--vocab-size", type=common.positive, metavar="N", help=vocabulary)
@@ -74,6 +75,16 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--end-of-text", default="[EOS]", metavar="NAME", help=end)
     common.add_json(parser)
     return parser
+
+
+def _megabytes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of MB above 0")
+    return value
 
 
 def _source(options: argparse.Namespace) -> "Source":

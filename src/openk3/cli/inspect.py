@@ -37,6 +37,8 @@ def main(argv: list[str]) -> int:
         parser.epilog = "Fields of the model:\n\n" + describe_fields(ModelConfig)
     settings, rest = take_flags(ModelConfig, argv, common.own_options(parser))
     options = parser.parse_args(rest)
+    if (Path(options.model) / "checkpoints").is_dir():  # a run: its model is in its recipe
+        options.model = str(Path(options.model) / "config.json")
     if Path(options.model).is_dir():
         if settings:
             raise ConfigError(f"{options.model} is a folder; its model cannot be changed by flags")

@@ -13,10 +13,16 @@ def require(condition: bool, message: str) -> None:
 
 
 def at_least(config: Any, minimum: float, *names: str) -> None:
-    """Each named field must be at least `minimum`."""
+    """Each named field must be finite and at least `minimum`."""
     for name in names:
         value = getattr(config, name)
-        require(value >= minimum, f"{name} ({value}) must be at least {minimum}")
+        finite = minimum <= value < float("inf")
+        require(finite, f"{name} ({value}) must be at least {minimum} and finite")
+
+
+def require_seed(seed: int) -> None:
+    """Raise ConfigError for a seed that torch's generators cannot take: they hold 64 bits."""
+    require(0 <= seed < 2**63, f"seed ({seed}) must lie in [0, 2**63)")
 
 
 def integer_fields_positive(config: Any, prefix: str, zero_ok: tuple[str, ...] = ()) -> None:

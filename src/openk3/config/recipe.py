@@ -8,7 +8,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from openk3.config.check import at_least, require
+from openk3.config.check import at_least, require, require_seed
 from openk3.config.model import ModelConfig
 from openk3.config.presets import preset
 
@@ -30,6 +30,12 @@ class DataRecipe:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "sequence_tokens")
+        for weight in self.weights:
+            require(
+                0 < weight < float("inf"),
+                f"weights ({list(self.weights)}) must be positive numbers",
+            )
+        require_seed(self.seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +66,15 @@ class OptimRecipe:
     """tau of the MLA weight clipping: heads whose largest logit exceeds it are scaled down."""
 
     def __post_init__(self) -> None:
-        require(0 < self.lr < float("inf"), f"lr ({self.lr}) must be positive")
+        for name in ("lr", "embed_lr_scale", "adam_eps"):
+            value = getattr(self, name)
+            require(0 < value < float("inf"), f"{name} ({value}) must be positive and finite")
         for name in ("warmup_fraction", "final_lr_fraction", "momentum"):
             value = getattr(self, name)
             require(0 <= value <= 1, f"{name} ({value}) must lie in [0, 1]")
-        at_least(self, 0, "embed_lr_scale", "weight_decay", "clip_norm")
+        for beta in self.adam_betas:
+            require(0 <= beta < 1, f"adam_betas {self.adam_betas} must lie in [0, 1)")
+        at_least(self, 0, "weight_decay", "clip_norm")
         at_least(self, 1, "newton_schulz_steps")
         require(self.logit_cap > 0, f"logit_cap ({self.logit_cap}) must be positive")
 
@@ -91,6 +101,7 @@ class TrainRecipe:
     def __post_init__(self) -> None:
         at_least(self, 1, "steps", "batch_sequences", "max_bad_steps")
         at_least(self, 0, "micro_sequences", "spike_nats")
+        require_seed(self.seed)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,7 +112,8 @@ class Dataset:
         try:
             self.vocab_size = int(index["vocab_size"])
             self.eot_id = int(index["eot_id"])
-            self.source: dict[str, Any] = index["source"]
+            self.source: dict[str, Any] = dict(index["source"])
+            self.source["skipped"] = dict(self.source.get("skipped", {}))
             digests = {self._file(name): str(d) for name, d in index["files"].items()}
             infos = {name: _split_info(value) for name, value in index["splits"].items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -128,6 +129,15 @@ class Dataset:
         if verify or (verify is None and small):
             self._verify(digests)
         self.token_bytes = self._read_token_bytes(self.path / TOKEN_BYTES)
+        for split in self.splits.values():
+            if (
+                split.num_tokens
+                and split.read(split.num_tokens - 1, split.num_tokens) != self.eot_id
+            ):
+                raise DataError(
+                    f"{self.path / 'index.json'} is corrupt: split {split.name!r} does not end "
+                    f"with the end-of-text id {self.eot_id}; build the data again"
+                )
 
     def split(self, name: str) -> Split:
         """A split by name; DataError lists what there is."""

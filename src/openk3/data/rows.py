@@ -73,6 +73,12 @@ def _cut(split: Split, start: int, length: int, num_context: int = 0) -> Row:
         starts.append(split.document_starts(low, high) - low + at)
         at += high - low
     begins = np.concatenate(starts)
+    if (largest := int(tokens.max())) >= split.dataset.vocab_size:
+        raise DataError(
+            f"{split.dataset.path} is corrupt: split {split.name!r} holds the id {largest} near "
+            f"token {start}, beyond its vocabulary of {split.dataset.vocab_size}; find the bad "
+            "file with k3 data info"
+        )
     num_bytes = int(split.dataset.token_bytes[tokens[1 + num_context :]].sum())
     targets = tokens[1:].copy()
     targets[:num_context] = IGNORE

@@ -38,9 +38,15 @@ def generate(
     """
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
         raise InputError(f"generate needs a prompt [B, T >= 1], not {list(input_ids.shape)}")
-    if temperature < 0 or not 0 < top_p <= 1:
+    if not 0 <= temperature < float("inf") or not 0 < top_p <= 1:
         raise InputError(
-            f"temperature ({temperature}) must be at least 0 and top_p ({top_p}) within (0, 1]"
+            f"temperature ({temperature}) must be finite and at least 0, and top_p ({top_p}) "
+            "within (0, 1]"
+        )
+    if max_new_tokens < 0 or not -(2**63) <= seed < 2**63:
+        raise InputError(
+            f"max_new_tokens ({max_new_tokens}) must not be negative, and seed ({seed}) must fit "
+            "into 64 bits"
         )
     stops = torch.tensor(
         [model.config.eos_token_id] if stop_ids is None else list(stop_ids),
@@ -71,7 +77,8 @@ def sample(logits: Tensor, temperature: float, top_p: float, rng: torch.Generato
     """One token per row of logits [B, vocab] float32."""
     if temperature == 0:
         return logits.argmax(-1)
-    probs = (logits / temperature).softmax(-1)
+    # the largest is moved to 0 first: no temperature, however small, then makes an infinity
+    probs = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
     if top_p < 1:
         ordered, index = probs.sort(-1, descending=True)
         outside = ordered.cumsum(-1) - ordered >= top_p

@@ -115,7 +115,10 @@ def read_config(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is no run folder: it has no config.json") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from error
-    if not isinstance(saved, dict) or not {"schema", "id", "config"} <= saved.keys():
+    kinds = {"schema": int, "id": str, "config": dict}
+    if not isinstance(saved, dict) or any(
+        not isinstance(saved.get(key), kind) for key, kind in kinds.items()
+    ):
         raise ConfigError(f"{file} is not a run's: it needs schema, id and config")
     if saved["schema"] > SCHEMA:
         raise ConfigError(f"{file} has schema {saved['schema']}, above {SCHEMA}: upgrade openk3")
@@ -126,7 +129,7 @@ def read_env(path: str | Path) -> list[dict[str, Any]]:
     """The environments of a run's attempts, first to last; empty before the first."""
     file = Path(path) / "env.json"
     try:
-        return json.loads(file.read_text("utf-8"))["attempts"]
+        return [dict(entry) for entry in json.loads(file.read_text("utf-8"))["attempts"]]
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:

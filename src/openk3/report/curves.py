@@ -85,7 +85,8 @@ def _bits_per_byte(history: History, place: Place) -> LineChart | None:
     for i, (split, rows) in enumerate(splits.items()):
         look = {"name": str(split), "style": "points", "colour": 1 + i}
         series.append(place.curve(rows, "bits_per_byte", **look))
-    levels = [(row["bits_per_byte"], row["name"]) for row in history.of("baseline")]
+    baselines = [row for row in history.of("baseline") if finite(row["bits_per_byte"])]
+    levels = [(row["bits_per_byte"], row["name"]) for row in baselines]
     return _chart(
         place,
         name="bits_per_byte",

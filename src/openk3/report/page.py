@@ -39,7 +39,7 @@ def _header(history: History) -> str:
     of = f" of {facts['total_steps']:,}" if facts["total_steps"] else ""
     tiles = [("steps", f"{facts['steps']:,}{of}")]
     for split, value in facts["bits_per_byte"].items():
-        tiles.append((f"bits per byte, {split}", f"{value['last']:.3f}"))
+        tiles.append((f"bits per byte, {split}", _decimals(value["last"], 3)))
     if facts["loss"] is not None:
         tiles.append(("training loss, nats", f"{facts['loss']:.3f}"))
     tiles += [("tokens", short(facts["tokens"])), ("FLOPs", short(facts["flops"]))]
@@ -100,13 +100,18 @@ def _sample(row: dict[str, Any]) -> str:
 
 def _evaluations(history: History) -> Iterator[str]:
     rows = [
-        (f"{r['step']:,}", r["split"], f"{r['bits_per_byte']:.4f}", f"{r['loss']:.4f}")
+        (f"{r['step']:,}", r["split"], _decimals(r["bits_per_byte"], 4), _decimals(r["loss"], 4))
         for r in history.of("eval")
     ]
-    rows += [("", r["name"], f"{r['bits_per_byte']:.4f}", "") for r in history.of("baseline")]
+    rows += [("", r["name"], _decimals(r["bits_per_byte"], 4), "") for r in history.of("baseline")]
     if rows:
         table = _table(("step", "held-out set", "bits per byte", "nats per token"), rows)
         yield f"<details><summary>Evaluations ({len(rows)})</summary>{table}</details>"
+
+
+def _decimals(value: float | None, digits: int) -> str:
+    # a number that was not finite is kept as None
+    return "not finite" if value is None else f"{value:.{digits}f}"
 
 
 def _events(history: History) -> Iterator[str]:

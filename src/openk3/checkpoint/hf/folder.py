@@ -107,6 +107,8 @@ def survey(path: str | Path) -> Survey:
     config, no shards, a corrupt shard, or another model's layout (named).
     """
     path = Path(path)
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"{path} is no model folder: it has no config.json")
     raw = read_json(path / "config.json")
     foreign = foreign_config(raw)
     if foreign:
