@@ -336,5 +336,5 @@ def test_ids_beyond_the_vocabulary_are_refused_when_read(tmp_path: Path) -> None
     raw[64 + 2 * 5 : 64 + 2 * 6] = (31).to_bytes(2, "little")  # ids 0 to 30 are the vocabulary
     shard.write_bytes(raw)
     rows = Windows(Dataset(tmp_path / "d", verify=False).split("train"), 31, seed=0)
-    with pytest.raises(DataError, match="holds the id 31 .* beyond its vocabulary of 31"):
+    with pytest.raises(DataError, match=r"holds the id 31 .* beyond its vocabulary of 31"):
         rows.row(0)
