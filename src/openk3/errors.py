@@ -34,7 +34,7 @@ class StorageError(OpenK3Error, OSError):
 
 
 class DivergedError(OpenK3Error, ArithmeticError):
-    """Training met too many bad steps in a row."""
+    """Training met too many bad steps in a row, or a model's outputs are not finite."""
 
 
 class NotFoundError(OpenK3Error, LookupError):

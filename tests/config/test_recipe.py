@@ -44,6 +44,8 @@ def test_model_section_is_a_preset_and_changes(tmp_path):
         (lambda: OptimRecipe(embed_lr_scale=float("nan")), "embed_lr_scale"),
         (lambda: OptimRecipe(adam_betas=(1.0, 0.95)), "adam_betas"),
         (lambda: OptimRecipe(adam_eps=0.0), "adam_eps"),
+        (lambda: preset("nano", initializer_range=float("nan")), "initializer_range"),
+        (lambda: preset("nano", rms_norm_eps=-1.0), "rms_norm_eps"),
         (lambda: OptimRecipe(weight_decay=float("inf")), "weight_decay"),
     ],
 )

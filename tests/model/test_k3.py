@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from openk3.config import preset
-from openk3.errors import InputError
+from openk3.errors import DivergedError, InputError
 from openk3.model import K3, DenseCache, cast, keeps_float32
 from openk3.model.probe import Summary
 from openk3.ops.loss import linear_cross_entropy
@@ -189,6 +189,14 @@ def test_the_smallest_temperature_is_greedy(model):
     prompt = draw_ids(model, 2, 5)
     cold = model.generate(prompt, max_new_tokens=4, temperature=1e-45, stop_ids=[])
     assert torch.equal(cold, model.generate(prompt, max_new_tokens=4, temperature=0, stop_ids=[]))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_diverged_model_says_so(temperature):
+    ill = K3(preset("nano"), seed=0)
+    torch.nn.init.constant_(ill.lm_head.weight, math.nan)
+    with pytest.raises(DivergedError, match="not finite"):
+        ill.generate(torch.zeros(1, 1, dtype=torch.int64), temperature=temperature)
 
 
 @pytest.mark.parametrize(

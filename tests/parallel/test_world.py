@@ -36,7 +36,8 @@ def test_buckets_keep_order_and_split_by_size_and_dtype(monkeypatch):
 def test_device_names(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert pick_device("auto").type == "cpu"
-    with pytest.raises(ConfigError, match="'gpu'; allowed: auto, cpu, cuda"):
-        pick_device("gpu")
+    for name in ("gpu", "meta", "mps", "cpu:7", "cuda:-1", ""):
+        with pytest.raises(ConfigError, match=f"'{name}'; allowed: auto, cpu, cuda"):
+            pick_device(name)
     with pytest.raises(BackendError, match="needs GPU 2, but torch sees 0"):
         pick_device("cuda:2")

@@ -147,6 +147,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         integer_fields_positive(self, "", zero_ok=_ZERO_OK)
+        for name in ("rms_norm_eps", "initializer_range", "activation_situ_beta"):
+            value = getattr(self, name)
+            require(0 < value < float("inf"), f"{name} ({value}) must be positive and finite")
         _check_layers(self)
         _check_experts(self)
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):

@@ -66,7 +66,7 @@ class OptimRecipe:
     """tau of the MLA weight clipping: heads whose largest logit exceeds it are scaled down."""
 
     def __post_init__(self) -> None:
-        for name in ("lr", "embed_lr_scale", "adam_eps"):
+        for name in ("lr", "adam_eps"):
             value = getattr(self, name)
             require(0 < value < float("inf"), f"{name} ({value}) must be positive and finite")
         for name in ("warmup_fraction", "final_lr_fraction", "momentum"):
@@ -74,7 +74,7 @@ class OptimRecipe:
             require(0 <= value <= 1, f"{name} ({value}) must lie in [0, 1]")
         for beta in self.adam_betas:
             require(0 <= beta < 1, f"adam_betas {self.adam_betas} must lie in [0, 1)")
-        at_least(self, 0, "weight_decay", "clip_norm")
+        at_least(self, 0, "embed_lr_scale", "weight_decay", "clip_norm")
         at_least(self, 1, "newton_schulz_steps")
         require(self.logit_cap > 0, f"logit_cap ({self.logit_cap}) must be positive")
 

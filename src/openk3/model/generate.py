@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from openk3.errors import InputError
+from openk3.errors import DivergedError, InputError
 from openk3.model.cache import DenseCache
 from openk3.model.mode import evaluation_mode
 
@@ -34,7 +34,7 @@ def generate(
     takes them (compact ids are returned compact). temperature 0 is greedy; top_p keeps the smallest
     set of tokens with that probability. stop_ids None is the config's end-of-message id; a row that
     stopped is filled with the padding id until all have. on_token receives each step's ids [B].
-    Raises InputError.
+    Raises InputError, and DivergedError when the model computes no finite logits.
     """
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
         raise InputError(f"generate needs a prompt [B, T >= 1], not {list(input_ids.shape)}")
@@ -74,11 +74,17 @@ def generate(
 
 
 def sample(logits: Tensor, temperature: float, top_p: float, rng: torch.Generator) -> Tensor:
-    """One token per row of logits [B, vocab] float32."""
+    """One token per row of logits [B, vocab] float32. Raises DivergedError on logits of NaN."""
+    largest = logits.amax(-1, keepdim=True)
+    if not bool(largest.isfinite().all()):
+        raise DivergedError(
+            "the model's logits are not finite, so no token can be chosen: its weights have "
+            "diverged; use an earlier checkpoint or train with a smaller learning rate"
+        )
     if temperature == 0:
         return logits.argmax(-1)
     # the largest is moved to 0 first: no temperature, however small, then makes an infinity
-    probs = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
+    probs = ((logits - largest) / temperature).softmax(-1)
     if top_p < 1:
         ordered, index = probs.sort(-1, descending=True)
         outside = ordered.cumsum(-1) - ordered >= top_p

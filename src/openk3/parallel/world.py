@@ -6,6 +6,7 @@ the order they are given, in buckets of fixed size, so equal runs add in equal o
 """
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -101,13 +102,15 @@ def join(device: str = "auto") -> Iterator[World]:
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
-    """`auto`, `cpu`, `cuda` or `cuda:N` as a device; `cuda` is the GPU of `local_rank`."""
+    """`auto`, `cpu`, `cuda` or `cuda:N` as a device; `cuda` is the GPU of `local_rank`.
+
+    Raises ConfigError for any other name, BackendError for a GPU that is not there.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"run.device is {name!r}; allowed: auto, cpu, cuda, cuda:N") from error
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
+        raise ConfigError(f"device is {name!r}; allowed: auto, cpu, cuda, cuda:N")
+    device = torch.device(name)
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         index = local_rank if device.index is None else device.index
