@@ -119,15 +119,18 @@ class Files:
         await self._call("remove", path=path, user=user)
 
     async def watch(
-        self, path: str, *, recursive: bool = False, user: str | None = None
+        self, path: str, *, recursive: bool = False, user: str | None = None, hello: bool = False
     ) -> AsyncGenerator[dict[str, str], None]:
-        """Changes below a folder as `{"name", "type"}`, from the moment of the first `anext`."""
+        """Changes below a folder as `{"name", "type"}`, from the moment of the first `anext`.
+
+        hello: begin with an empty event once the watch is in place.
+        """
         connection: Connection = await self._connect()
         call = connection.open("watch", path=path, recursive=recursive, user=user)
         try:
             async for kind, value in call:
                 if kind == frames.EVENT:
-                    for event in value["events"]:
+                    for event in value["events"] or ([{}] if hello else []):
                         yield event
         finally:
             call.cancel()

@@ -24,9 +24,9 @@ class LocalSandbox(Sandbox):
         self.pool, self.record, self.capabilities = pool, record, capabilities
         self.id = record.id
         self._connection: Connection | None = connection
-        self.files = Files(self._connected)
+        self.files = Files(self.connected)
 
-    async def _connected(self) -> Connection:
+    async def connected(self) -> Connection:
         """The open connection, made anew after a resume. Raises ConflictError when paused."""
         if self._connection is None or self._connection.closed:
             self._connection = await Connection.to_box(self.pool.home.box(self.id))
@@ -59,13 +59,13 @@ class LocalSandbox(Sandbox):
             "tag": tag,
             "output_limit": output_limit,
         }
-        return await Process.begin(await self._connected(), "start", params, max_output)
+        return await Process.begin(await self.connected(), "start", params, max_output)
 
     async def attach(self, *, pid: int | None = None, tag: str | None = None) -> Process:
-        return await Process.begin(await self._connected(), "attach", {"pid": pid, "tag": tag})
+        return await Process.begin(await self.connected(), "attach", {"pid": pid, "tag": tag})
 
     async def processes(self) -> list[dict[str, Any]]:
-        return await (await self._connected()).call("jobs")
+        return await (await self.connected()).call("jobs")
 
     @property
     def info(self) -> Info:
@@ -109,7 +109,7 @@ class LocalSandbox(Sandbox):
         return snapshot_info(self.pool, saved)
 
     async def set_timeout(self, seconds: float | None) -> None:
-        await (await self._connected()).call("set_timeout", timeout=seconds)
+        await (await self.connected()).call("set_timeout", timeout=seconds)
         await self.refresh()
 
     async def kill(self) -> bool:

@@ -112,6 +112,11 @@ class Process:
             stderr_bytes=err,
         )
 
+    @property
+    def ended(self) -> dict[str, Any]:
+        """What the agent said of its end: exit_code, signal, timed_out, reason."""
+        return self._call.value
+
     async def send(self, data: bytes) -> None:
         """Bytes to its standard input, as fast as it reads them."""
         await self._call.send(data)

@@ -376,7 +376,7 @@ class Jobs:
             _resize(job.outputs[0].fd, tty)
 
     def listing(self) -> list[dict[str, Any]]:
-        keys = ("cmd", "cwd", "env", "tag")
+        keys = ("cmd", "cwd", "env", "tag", "tty")
         return [
             {**{key: job.spec.get(key) for key in keys}, **job.result(), "job": job.name}
             for job in self.jobs.values()

@@ -1,0 +1,47 @@
+"""Running an ASGI app: safe bindings, and a shutdown that lets requests finish."""
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from openk3.api.auth import ApiKeys, require_safe_binding
+from openk3.errors import ConfigError
+
+GRACE_S = 5  # what requests in flight get after a first interrupt
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket; port 0 takes a free one. Raises ConfigError when it is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return sock
+
+
+def serve(
+    app: Any,
+    *,
+    host: str,
+    port: int,
+    keys: ApiKeys,
+    on_ready: Callable[[str], None] = lambda url: None,
+) -> None:
+    """Serve until interrupted. `on_ready` gets the URL once the socket is bound.
+
+    Raises ConfigError for a taken port or an open server that strangers could reach.
+    """
+    import uvicorn
+
+    require_safe_binding(host, keys)
+    sock = listen(host, port)
+    shown = f"[{host}]" if ":" in host else host
+    on_ready(f"http://{shown}:{sock.getsockname()[1]}")
+    config = uvicorn.Config(
+        app, log_level="warning", timeout_graceful_shutdown=GRACE_S, lifespan="on"
+    )
+    uvicorn.Server(config).run(sockets=[sock])

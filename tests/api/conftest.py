@@ -1,0 +1,1 @@
+from sandbox_fixtures import *  # noqa: F403 (fixtures of tests/sandbox too)

@@ -1,0 +1,90 @@
+"""A sandbox home per test process, real gVisor machines in it, and proof that nothing is left."""
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from box_checks import TIDY, settled
+from openk3.errors import BackendError
+from openk3.sandbox import Pool, Sandbox, engines, recovery
+from openk3.sandbox.probe import probe
+from openk3.sandbox.store.home import Home, mounts_below
+
+
+@pytest.fixture(scope="session")
+def home() -> Iterator[Home]:
+    # not below pytest's own folder: it is kept for later, and a template is 100 MB
+    folder = Path(tempfile.mkdtemp(prefix="openk3-box-"))
+    home = Home(folder / "home")
+    try:
+        yield home
+        recovery.sweep(home)
+        assert settled(home) == TIDY
+    finally:
+        assert not mounts_below(folder)
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def gvisor(home: Home) -> str:
+    """The backend's name, or a skip with the true reason."""
+    try:
+        try:
+            engines.find("gvisor")
+        except BackendError:
+            engines.fetch("gvisor")
+    except BackendError as error:
+        pytest.skip(f"no runsc to test with: {error}")
+
+    async def test() -> None:
+        pool = Pool(home)
+        found = await probe(pool, "gvisor")
+        if not found.ok:
+            pytest.skip(f"gVisor does not work on this machine: {found.reason}")
+        await pool.warm("python")
+        await pool.close()
+
+    asyncio.run(test())
+    return "gvisor"
+
+
+@pytest.fixture(scope="module")
+def aio() -> Iterator[asyncio.Runner]:
+    """One event loop for a module's machines."""
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def pool(home: Home, gvisor: str, aio: asyncio.Runner) -> Iterator[Pool]:
+    async def make() -> Pool:
+        return Pool(home)
+
+    async def tidy(pool: Pool) -> None:
+        await pool.close()
+        for record in recovery.records(home):
+            await pool.kill(record.id)
+
+    pool = aio.run(make())
+    yield pool
+    aio.run(tidy(pool))
+
+
+@pytest.fixture(scope="module")
+def box(pool: Pool, aio: asyncio.Runner) -> Iterator[Sandbox]:
+    """One machine that a module's tests share."""
+    box = aio.run(Sandbox.create(pool=pool, timeout=1200))
+    yield box
+    aio.run(box.kill())
+
+
+@pytest.fixture
+def fresh(pool: Pool, aio: asyncio.Runner) -> Iterator[Sandbox]:
+    """A machine of a test's own."""
+    box = aio.run(Sandbox.create(pool=pool, timeout=1200))
+    yield box
+    aio.run(box.kill())
