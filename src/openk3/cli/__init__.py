@@ -18,6 +18,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "report": ("openk3.cli.report", "a run as one HTML page, and PNG plots"),
     "inspect": ("openk3.cli.inspect", "parameters, FLOPs and memory of a model; what files hold"),
     "convert": ("openk3.cli.convert", "rewrite a model folder: formats, layouts, shards"),
+    "sandbox": ("openk3.cli.sandbox", "isolated machines that pause, resume, fork, snapshot"),
     "data": ("openk3.cli.data", "build token shards from text, verify and describe them"),
 }
 

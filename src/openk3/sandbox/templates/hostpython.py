@@ -4,8 +4,10 @@ import compileall
 import os
 import shutil
 import sys
+import zipfile
 from pathlib import Path
 
+from openk3.sandbox.templates import pyzip
 from openk3.sandbox.templates.elf import Root
 from openk3.sandbox.templates.runtime import base_python
 
@@ -16,8 +18,9 @@ cut tr seq yes od base64 sha256sum md5sum cksum dd df du sync mktemp mkfifo time
 comm join paste expr factor nproc getconf grep sed awk find xargs diff cmp tar gzip xz file which
 ps kill pkill pgrep free top setsid script stty tty git make patch less
 """
-SKIP = shutil.ignore_patterns(
-    "test", "tests", "idlelib", "turtledemo", "ensurepip", "lib2to3", "site-packages", "config-*"
+SKIP = frozenset(
+    "test tests idlelib turtledemo ensurepip lib2to3 site-packages dist-packages lib-dynload "
+    "tkinter pydoc_data".split()
 )
 
 # Signal 23 (SIGURG, ignored by default) says: you are a copy now, or a later life of yourself.
@@ -49,7 +52,15 @@ def fill(root: Path) -> None:
     for name in ("python3", "python"):
         (root / "usr/local/bin" / name).symlink_to(version)
     library = root / "usr/local/lib" / version
-    shutil.copytree(Path(os.__file__).parent, library, ignore=SKIP, symlinks=True)
+    (library / "lib-dynload").mkdir(parents=True)
+    home = Path(os.__file__).parent
+    archive = root / "usr/local/lib" / f"python{sys.version_info.major}{sys.version_info.minor}.zip"
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_STORED) as out:
+        pyzip.add_tree(out, home, SKIP)
+    shutil.copy2(home / "os.py", library / "os.py")  # getpath recognises its home by this file
+    for shared in (home / "lib-dynload").glob("*.so"):
+        if "test" not in shared.name:
+            shutil.copy2(shared, library / "lib-dynload")
     build.put_libraries(base_python(), *(library / "lib-dynload").glob("*.so"))
     site = library / "site-packages"
     site.mkdir()

@@ -8,7 +8,6 @@ on what the template holds: a template needs no Python and no libc of its own.
 import hashlib
 import json
 import os
-import py_compile
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from openk3._io import atomic_dir
 from openk3.errors import BackendError
+from openk3.sandbox.templates import pyzip
 from openk3.sandbox.templates.elf import libraries, loader_name
 
 SOURCE_ROOT = Path(__file__).resolve().parents[3]  # the folder that holds `openk3`
@@ -93,28 +93,14 @@ def _fill(root: Path) -> None:
     with zipfile.ZipFile(place, "w", zipfile.ZIP_STORED) as archive:
         for name, file in sorted(dict(modules).items()):
             if file.endswith(".py"):
-                _add_module(archive, name, Path(file), root)
+                package = "/__init__.py" if file.endswith("__init__.py") else ".py"
+                inner = name.replace(".", "/") + package
+                pyzip.add_module(archive, Path(file), inner, with_source=False)
             else:
                 _copy(Path(file), dynload / os.path.basename(file))
     _copy_libraries(root, python, *dynload.iterdir())
     # getpath recognises its home by this file; the zip comes first on sys.path
     shutil.copyfile(os.__file__, root / "lib" / version / "os.py")
-
-
-def _add_module(archive: zipfile.ZipFile, name: str, source: Path, scratch: Path) -> None:
-    inner = name.replace(".", "/") + ("/__init__" if source.name == "__init__.py" else "")
-    aside = scratch / "module.pyc"
-    py_compile.compile(
-        str(source),
-        cfile=str(aside),
-        dfile=inner + ".py",
-        doraise=True,
-        invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
-    )
-    if name != "__main__":
-        info = zipfile.ZipInfo(inner + ".pyc", date_time=(2020, 1, 1, 0, 0, 0))
-        archive.writestr(info, aside.read_bytes())
-    aside.unlink()
 
 
 def _copy(source: Path, target: Path) -> None:
