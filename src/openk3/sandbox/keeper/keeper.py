@@ -342,7 +342,9 @@ class Keeper:
             await closed.wait()
             if self.busy:
                 await self.gate.wait()
-            if closed is self.link.closed and not self.done.is_set():
+            if self.busy == "ending" or self.done.is_set():
+                return
+            if closed is self.link.closed:
                 await asyncio.sleep(0.02)  # the program's exit and the kernel's OOM count follow
                 await self._crash(self.machine.death_reason())
 
