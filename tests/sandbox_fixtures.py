@@ -52,6 +52,22 @@ def gvisor(home: Home) -> str:
     return "gvisor"
 
 
+@pytest.fixture(scope="session")
+def bwrap(home: Home) -> str:
+    """The backend's name, or a skip with the true reason."""
+    try:
+        try:
+            engines.find("bwrap")
+        except BackendError:
+            engines.fetch("bwrap")
+    except BackendError as error:
+        pytest.skip(f"no bwrap to test with: {error}")
+    found = asyncio.run(probe(Pool(home), "bwrap"))
+    if not found.ok:
+        pytest.skip(f"bubblewrap does not work on this machine: {found.reason}")
+    return "bwrap"
+
+
 @pytest.fixture(scope="module")
 def aio() -> Iterator[asyncio.Runner]:
     """One event loop for a module's machines."""

@@ -1,8 +1,6 @@
 """The stock `e2b` SDK, unchanged, against our server over gVisor sandboxes."""
 
-import asyncio
 import io
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -14,47 +12,16 @@ e2b = pytest.importorskip("e2b", reason="the sandbox extra is not installed")
 uvicorn = pytest.importorskip("uvicorn", reason="the serve extra is not installed")
 
 from openk3.api.auth import ApiKeys, load_keys, own_key, require_safe_binding  # noqa: E402
-from openk3.api.e2b.app import create_app  # noqa: E402
-from openk3.api.serving import listen  # noqa: E402
 from openk3.errors import ConfigError  # noqa: E402
-from openk3.sandbox import Pool, recovery  # noqa: E402
+from sandbox_server import running_server  # noqa: E402
 
 KEY = "e2b_" + "ab" * 20
 
 
 @pytest.fixture(scope="module")
 def url(home, gvisor) -> Iterator[str]:
-    """A server in a thread of this process."""
-    sock = listen("127.0.0.1", 0)
-    started = threading.Event()
-    box: dict[str, uvicorn.Server] = {}
-
-    async def run() -> None:
-        app = create_app(Pool(home), ApiKeys([KEY]), max_upload_bytes=32 << 20)
-        config = uvicorn.Config(app, log_level="warning", lifespan="on")
-        box["server"] = uvicorn.Server(config)
-        serving = asyncio.create_task(box["server"].serve(sockets=[sock]))
-        while not box["server"].started:
-            assert not serving.done(), serving.exception()
-            await asyncio.sleep(0.01)
-        started.set()
-        await serving
-
-    thread = threading.Thread(target=asyncio.run, args=(run(),))
-    thread.start()
-    assert started.wait(120)
-    yield f"http://127.0.0.1:{sock.getsockname()[1]}"
-    box["server"].should_exit = True
-    thread.join(60)
-
-    async def tidy() -> None:
-        pool = Pool(home)
-        for record in recovery.records(home):
-            await pool.kill(record.id)
-        for saved in pool.snapshots():
-            pool.delete_snapshot(saved.id)
-
-    asyncio.run(tidy())
+    with running_server(home, KEY, max_upload_bytes=32 << 20) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")

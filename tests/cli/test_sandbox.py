@@ -52,6 +52,6 @@ def test_server_tells_what_the_sdk_needs_and_stops_when_interrupted(home, gvisor
 
 def test_wrong_usage_is_told(capsys):
     with pytest.raises(SystemExit) as left:
-        main(["sandbox", "nwe"])
+        main(["sandbox", "frob"])
     assert left.value.code == 2
-    assert "nwe" in capsys.readouterr().err
+    assert "frob" in capsys.readouterr().err

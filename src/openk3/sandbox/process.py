@@ -97,7 +97,7 @@ class Process:
             hook = hooks[stream]
             if hook is not None and asyncio.iscoroutine(waiting := hook(piece)):
                 await waiting
-        return self._result(self._call.value)
+        return self._result(self.ended)
 
     def _result(self, ended: dict[str, Any]) -> Result:
         out, err = self.outputs["stdout"].value(), self.outputs["stderr"].value()

@@ -386,7 +386,8 @@ class Jobs:
         """Limits every later command inherits. Root inside is exempt from the process count."""
         self.limits = limits
         count = int(limits.get("processes", 256))
-        resource.setrlimit(resource.RLIMIT_NPROC, (count, count))
+        if limits.get("inherit", True):
+            resource.setrlimit(resource.RLIMIT_NPROC, (count, count))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

@@ -11,7 +11,16 @@ def argv(program: str, rootfs: str, agent: list[str], single_user: bool) -> list
         if os.path.exists(name):
             masks += ["--ro-bind", name, name]
     caps = ["--cap-drop", "ALL"]
-    for name in ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID"):
+    for name in (
+        "CHOWN",
+        "DAC_OVERRIDE",
+        "FOWNER",
+        "FSETID",
+        "KILL",
+        "SETGID",
+        "SETUID",
+        "SYS_PTRACE",
+    ):
         caps += ["--cap-add", f"CAP_{name}"]
     return [
         program,

@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path("/sys/fs/cgroup")
 FAMILY = "openk3"
 PERIOD_US = 100_000
-HOST_TASKS = 2048  # threads of the isolating program itself, not of the user's processes
+HOST_TASKS = 2048  # threads of gVisor itself; it counts the user's processes on its own
 CONTROLLERS = ("memory", "cpu", "pids")
 
 
@@ -41,7 +41,7 @@ class Group:
         self.name = name
         self.folders: dict[str, Path] = {}
 
-    def create(self, cpus: float, memory_mb: int) -> None:
+    def create(self, cpus: float, memory_mb: int, tasks: int = HOST_TASKS) -> None:
         """Make the groups and set their limits. OSError where the kernel refuses."""
         families = _families()
         for family in set(families.values()):
@@ -64,7 +64,7 @@ class Group:
             _write(self.folders["cpu"] / "cpu.cfs_period_us", str(PERIOD_US))
             _write(self.folders["cpu"] / "cpu.cfs_quota_us", str(quota))
         if "pids" in self.folders:
-            _write(self.folders["pids"] / "pids.max", str(HOST_TASKS))
+            _write(self.folders["pids"] / "pids.max", str(tasks))
 
     def procs_files(self) -> list[str]:
         """Files to write a process id to, to put it into the group."""

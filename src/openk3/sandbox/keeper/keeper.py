@@ -128,9 +128,13 @@ class Keeper:
             env=self.record.env,
             user=self.record.user,
             single_user=not self.root,
-            limits=self.record.limits,
+            limits={**self.record.limits, "inherit": "pids" not in self._grouped()},
             detach_all=detach_all,
         )
+
+    def _grouped(self) -> set[str]:
+        """Limits that the sandbox's cgroup enforces on its processes directly."""
+        return set() if self.machine.plan.backend == "gvisor" else set(self.machine.group.folders)
 
     def _mark_running(self) -> None:
         self.record.state = "running"

@@ -56,7 +56,10 @@ class Machine:
     def prepare(self) -> None:
         """Namespace-private mounts and the cgroup."""
         if self.root:
-            self.group.create(self.plan.limits["cpus"], self.plan.limits["memory_mb"])
+            limits = self.plan.limits
+            # on the host's own kernel a user's process limit would count all sandboxes together
+            own = {} if self.plan.backend == "gvisor" else {"tasks": limits["processes"] + 16}
+            self.group.create(limits["cpus"], limits["memory_mb"], **own)
         self.disk.prepare(self.plan.template_root, self.plan.runtime_root)
         self.runsc.write_bundle(self.home.mnt / "bundle", self.plan.agent, self.disk.rootfs)
 
