@@ -12,10 +12,10 @@ TIDY = {"processes": [], "groups": [], "mounts": [], "boxes": []}
 
 def leftovers(home: Home) -> dict[str, list[str]]:
     """What a tidy home must not have: processes, cgroups, mounts, boxes."""
-    keepers = []
+    keepers, inside = [], str(home.path)  # a keeper and all of its processes have mounts there
     for place in Path("/proc").iterdir():
         try:
-            if place.name.isdigit() and str(home.path).encode() in (place / "cmdline").read_bytes():
+            if place.name.isdigit() and inside in (place / "mountinfo").read_text():
                 keepers.append(place.name)
         except OSError:
             continue

@@ -9,7 +9,8 @@ import time
 import pytest
 
 from openk3.errors import CheckpointError, ConflictError, InputError, NotFoundError, StorageError
-from openk3.sandbox import Sandbox, State
+from openk3.sandbox import Sandbox, State, recovery
+from openk3.sandbox.keeper import cgroups
 from openk3.sandbox.store.records import BoxRecord, ImageManifest
 
 
@@ -54,12 +55,10 @@ def test_reported_late_write_without_sync_survives_pause_by_timeout(aio, pool):
 def test_paused_sandbox_holds_no_process_and_keeps_its_clock(aio, home, fresh):
     async def go() -> None:
         await fresh.pause()
-        path = str(home.box(fresh.id)).encode()
-        for name in (name for name in os.listdir("/proc") if name.isdigit()):
-            try:
-                assert path not in open(f"/proc/{name}/cmdline", "rb").read()  # noqa: SIM115
-            except FileNotFoundError:
-                continue
+        pid = recovery.keeper_pid(home.box(fresh.id))
+        while pid and os.path.exists(f"/proc/{pid}/ns/pid"):
+            await asyncio.sleep(0.01)
+        assert not cgroups.groups_named(recovery.group_name(home, fresh.id))
         await asyncio.sleep(1.0)
         await fresh.resume()
         inside = float((await fresh.run("date +%s.%N")).stdout)

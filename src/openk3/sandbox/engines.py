@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from openk3.errors import BackendError
@@ -53,6 +54,13 @@ def find(backend: str) -> Engine:
 
 def check_version(backend: str, program: str) -> str:
     """The version of a program, if it is one this project works with. Raises BackendError."""
+    info = os.stat(program)
+    return _version(backend, program, info.st_mtime_ns, info.st_size)
+
+
+@lru_cache(maxsize=16)
+def _version(backend: str, program: str, mtime_ns: int, size: int) -> str:
+    del mtime_ns, size  # they are there to forget the answer for a file that was replaced
     done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
     words = done.stdout.split("\n")[0].split()
     if done.returncode or not words:
@@ -166,6 +174,7 @@ def _run(argv: list[str], what: str, cwd: Path | None = None) -> None:
         raise BackendError(f"could not {what}: {(done.stderr or done.stdout).strip()[-400:]}")
 
 
+@lru_cache(maxsize=1)
 def cpu_fingerprint() -> str:
     """Processor model and features: a memory image restores only where these are the same."""
     wanted = ("vendor_id", "flags", "Features", "CPU implementer")

@@ -1,4 +1,4 @@
-"""Starting a keeper process and hearing that its machine answers."""
+"""Starting keepers and hearing that their machines answer."""
 
 import asyncio
 import json
@@ -6,7 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import asdict
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,53 +18,86 @@ SOURCE_ROOT = Path(__file__).resolve().parents[2]  # the folder that holds `open
 START_TIMEOUT_S = 180.0
 
 _START = (
-    "import sys; sys.path.insert(0, {root!r}); from openk3.sandbox.keeper.main import main; main()"
+    "import sys; sys.path.insert(0, {root!r}); sys.modules['ssl'] = None; "  # slow and not needed
+    "from openk3.sandbox.keeper.nursery import serve; serve()"
 )
 
 
-async def launch(
-    home: Home, mode: str, box_id: str, record: dict[str, Any], plan: dict[str, Any]
-) -> tuple[Connection, dict[str, Any]]:
-    """Start a keeper in `mode` "new" or "resume"; its connection and greeting.
+class Launcher:
+    """Starts keepers for one Pool, from a nursery process that it keeps."""
 
-    A new machine lives only as long as this connection until `commit` is called on it.
-    Raises what the keeper reports, or BackendError when it says nothing.
-    """
-    order = {"home": str(home.path), "mode": mode, "id": box_id, "record": record, "plan": plan}
-    ours, theirs = socket.socketpair(socket.AF_UNIX)
-    try:
-        await asyncio.to_thread(_spawn, home, order, theirs)
-    finally:
+    def __init__(self, home: Home) -> None:
+        self.home = home
+        self.lock = threading.Lock()
+        self.nursery: subprocess.Popen[bytes] | None = None
+        self.orders: socket.socket | None = None
+
+    async def launch(
+        self, mode: str, box_id: str, record: dict[str, Any], plan: dict[str, Any]
+    ) -> tuple[Connection, dict[str, Any]]:
+        """Start a keeper in `mode` "new" or "resume"; its connection and greeting.
+
+        A new machine lives only as long as this connection until `commit` is called on it.
+        Raises what the keeper reports, or BackendError when it says nothing.
+        """
+        order = {"home": str(self.home.path), "mode": mode, "id": box_id}
+        ours, theirs = socket.socketpair(socket.AF_UNIX)
+        try:
+            text = json.dumps({**order, "record": record, "plan": plan}).encode()
+            await asyncio.to_thread(self._order, text, theirs)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        ours.setblocking(False)
+        connection = await Connection.over(ours)
+        try:
+            return connection, await connection.greet(START_TIMEOUT_S)
+        except TimeoutError:
+            await connection.close()
+            raise BackendError(f"the sandbox did not start in {START_TIMEOUT_S:g} s") from None
+        except BaseException:
+            await connection.close()
+            raise
+
+    def _order(self, text: bytes, sock: socket.socket) -> None:
+        with self.lock:
+            if self.orders is None or self.nursery is None or self.nursery.poll() is not None:
+                self._start()
+            assert self.orders is not None, "_start opened it"
+            socket.send_fds(self.orders, [text], [sock.fileno()])
+
+    def _start(self) -> None:
+        self.close()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        argv = [
+            sys.executable,
+            "-I",
+            "-S",
+            "-X",
+            "utf8",
+            "-c",
+            _START.format(root=str(SOURCE_ROOT)),
+        ]
+        path = os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")
+        with open(self.home.path / "keeper.log", "ab") as log:
+            self.nursery = subprocess.Popen(
+                argv,
+                stdin=theirs.fileno(),
+                stdout=log,
+                stderr=log,
+                env={"PATH": path, "HOME": "/"},
+                cwd="/",
+            )
         theirs.close()
-    ours.setblocking(False)
-    connection = await Connection.over(ours)
-    try:
-        return connection, await connection.greet(START_TIMEOUT_S)
-    except TimeoutError:
-        await connection.close()
-        raise BackendError(f"the sandbox did not start in {START_TIMEOUT_S:g} s") from None
-    except BaseException:
-        await connection.close()
-        raise
+        self.orders = ours
 
-
-def _spawn(home: Home, order: dict[str, Any], sock: socket.socket) -> None:
-    start = _START.format(root=str(SOURCE_ROOT))
-    argv = [sys.executable, "-I", "-S", "-X", "utf8", "-c", start, json.dumps(order)]
-    environment = {"PATH": os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin"), "HOME": "/"}
-    with open(home.path / "keeper.log", "ab") as log:
-        subprocess.run(
-            argv,
-            stdin=sock.fileno(),
-            stdout=log,
-            stderr=log,
-            env=environment,
-            cwd="/",
-            check=False,
-            start_new_session=True,
-        )
-
-
-def as_plan(plan: Any) -> dict[str, Any]:
-    """A `Plan` as JSON values."""
-    return asdict(plan)
+    def close(self) -> None:
+        """End the nursery; keepers stay."""
+        if self.orders is not None:
+            self.orders.close()
+            self.orders = None
+        if self.nursery is not None:
+            self.nursery.wait()
+            self.nursery = None

@@ -21,7 +21,7 @@ from openk3.errors import (
 )
 from openk3.sandbox import engines, events, recovery
 from openk3.sandbox.client import Connection
-from openk3.sandbox.launch import launch
+from openk3.sandbox.launch import Launcher
 from openk3.sandbox.store import gc, pages
 from openk3.sandbox.store.home import Home, new_id
 from openk3.sandbox.store.records import BoxRecord, ImageManifest, SnapshotRecord
@@ -43,6 +43,7 @@ class Pool:
         self.home = home if isinstance(home, Home) else Home(home)
         self.max_running, self.prewarm = max_running, prewarm
         self._starting = asyncio.Semaphore(at_once or max(2, os.cpu_count() or 2) * 2)
+        self._launcher = Launcher(self.home)
         self._ready: list[tuple[Any, BoxRecord, Connection]] = []
         self._chores: set[asyncio.Task[Any]] = set()
 
@@ -70,7 +71,7 @@ class Pool:
         async with self._starting:
             plan = await asyncio.to_thread(self._plan, record)
             record.template = plan["template"]
-            connection, _ = await launch(self.home, mode, record.id, asdict(record), plan)
+            connection, _ = await self._launcher.launch(mode, record.id, asdict(record), plan)
             return connection
 
     def _require_room(self, count: int = 1) -> None:
@@ -217,6 +218,7 @@ class Pool:
         for _, _, connection in self._ready:
             await connection.close()
         self._ready.clear()
+        await asyncio.to_thread(self._launcher.close)
 
     # -- existing sandboxes -----------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from openk3.errors import ConflictError, NotFoundError, OpenK3Error, StorageErro
 from openk3.sandbox import events
 from openk3.sandbox.keeper import cgroups
 from openk3.sandbox.store import gc
-from openk3.sandbox.store.home import BoxLock, Home, is_owned, remove_tree
+from openk3.sandbox.store.home import BoxLock, Home, is_owned, remove_tree, start_time
 from openk3.sandbox.store.records import BoxRecord
 
 LOST_KEPT_S = 3600.0  # how long the record of a sandbox that died stays readable
@@ -98,11 +98,10 @@ def force_end(home: Home, box_id: str, wait_s: float = 10.0) -> None:
 def keeper_pid(folder: Path) -> int | None:
     """The box's keeper, if the process of that number is still it."""
     try:
-        pid = int((folder / "pid").read_text())
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        pid, started = (folder / "pid").read_text().split()
+        return int(pid) if start_time(int(pid)) == started else None
     except (OSError, ValueError):
         return None
-    return pid if folder.name.encode() in command else None
 
 
 def remove_groups(home: Home, box_id: str) -> None:

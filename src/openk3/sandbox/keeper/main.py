@@ -1,30 +1,27 @@
-"""How a keeper process begins: lock, namespaces, fork to be process 1, then asyncio."""
+"""How a keeper begins: lock, namespaces, fork to be process 1, then asyncio."""
 
-import json
 import os
 import socket
-import sys
+from contextlib import suppress
 from typing import Any
 
 from openk3.errors import ConflictError, OpenK3Error
 from openk3.sandbox import frames
 from openk3.sandbox.keeper import namespaces
-from openk3.sandbox.store.home import BoxLock, Home
+from openk3.sandbox.store.home import BoxLock, Home, start_time
 from openk3.sandbox.store.records import BoxRecord
 
 LOCK_WAIT_S = 10.0
 
 
-def main() -> None:
-    """`argv[1]` is the JSON that `launch.py` wrote; standard input is the creator's socket."""
-    order = json.loads(sys.argv[1])
-    creation = socket.socket(fileno=os.dup(0))
+def become(order: dict[str, Any], creation: socket.socket) -> None:
+    """Start the sandbox that `order` (see `launch.py`) describes; `creation` is its creator."""
     try:
         _become_keeper(order, creation)
     except (OpenK3Error, OSError) as error:
         value = {"kind": "conflict", "message": f"cannot start a sandbox here: {error}"}
-        creation.sendall(frames.pack_json(0, frames.ERROR, value))
-        raise SystemExit(1) from error
+        with suppress(OSError):  # a creator that left needs no reason
+            creation.sendall(frames.pack_json(0, frames.ERROR, value))
 
 
 def _become_keeper(order: dict[str, Any], creation: socket.socket) -> None:
@@ -38,13 +35,12 @@ def _become_keeper(order: dict[str, Any], creation: socket.socket) -> None:
         record = BoxRecord.load(folder / "box.json")
         if record.state == "lost" or not record.image:
             raise ConflictError(f"sandbox {record.id} cannot be resumed: {record.reason}")
-    null = os.open("/dev/null", os.O_RDWR)
-    os.dup2(null, 0)
     root = namespaces.unshare_all()
+    proc = os.open("/proc", os.O_RDONLY)  # this one counts as the world outside does
     if child := os.fork():
-        (folder / "pid").write_text(str(child))
+        (folder / "pid").write_text(f"{child} {start_time(child, proc)}")
         os._exit(0)  # the lock lives on in the child
-    os.setsid()
+    os.close(proc)
     namespaces.set_process_name("k3-keeper")
     namespaces.mount("proc", "/proc", "proc", namespaces.MS_NOSUID | namespaces.MS_NODEV)
     os.umask(0o022)

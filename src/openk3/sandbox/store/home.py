@@ -126,6 +126,16 @@ class BoxLock:
             self.handle = None
 
 
+def start_time(pid: int, proc: int | None = None) -> str:
+    """When a process started, in the kernel's ticks: with its id it names it for ever.
+
+    proc: an open /proc to look in, when the visible one belongs to another pid namespace.
+    """
+    name = f"/proc/{pid}/stat" if proc is None else f"{pid}/stat"
+    with open(os.open(name, os.O_RDONLY, dir_fd=proc), encoding="utf-8") as handle:
+        return handle.read().rpartition(")")[2].split()[19]
+
+
 def is_owned(folder: Path) -> bool:
     """Whether some process holds this box's lock right now."""
     try:

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from functools import lru_cache
 from pathlib import Path
 
 from openk3._io import atomic_dir
@@ -40,6 +41,7 @@ def base_python() -> Path:
     raise BackendError(f"no interpreter under {sys.base_prefix}")
 
 
+@lru_cache(maxsize=1)
 def runtime_id() -> str:
     """Changes with the interpreter and with every line of the agent."""
     digest = hashlib.sha256(f"{sys.version} {base_python()}".encode())
