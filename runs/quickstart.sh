@@ -23,6 +23,7 @@ $K3 pretrain "$RECIPE" --data.train "$OUT/data" --train.steps "$STEPS" --run.fol
 
 # 4. What it learned, in pictures and in its own words.
 $K3 report "$OUT/run"
+$K3 inspect "$OUT/run"
 $K3 generate "$OUT/run" "def " --max-tokens "${SAMPLE:-64}"
 
 # 5. The same model in the published layout, as any tool for Kimi K3 reads it.
