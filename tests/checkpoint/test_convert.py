@@ -166,6 +166,14 @@ def test_inspect_a_folder(folder, capsys):
     assert facts["bytes"] == sum(e.num_bytes for e in open_folder(folder).entries.values())
 
 
+def test_inspect_lists_every_tensor(folder, capsys):
+    assert k3("inspect", folder, "--tensors") == 0
+    listed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for name, entry in open_folder(folder).entries.items():
+        shape = " x ".join(map(str, entry.shape))
+        assert [name, entry.dtype, *shape.split(), entry.path.name] in listed
+
+
 def test_inspect_lists_what_is_wrong(folder, capsys):
     spoil = Spoiler(folder)
     name = "language_model.model.layers.1.input_layernorm.weight"

@@ -32,6 +32,7 @@ def main(argv: list[str]) -> int:
         metavar="N,N",
         help="context lengths, such as 4096,128K",
     )
+    parser.add_argument("--tensors", action="store_true", help="list every tensor of a folder")
     common.add_json(parser)
     if {"-h", "--help"} & set(argv):
         parser.epilog = "Fields of the model:\n\n" + describe_fields(ModelConfig)
@@ -42,7 +43,9 @@ def main(argv: list[str]) -> int:
     if Path(options.model).is_dir():
         if settings:
             raise ConfigError(f"{options.model} is a folder; its model cannot be changed by flags")
-        return inspect_folder.run(Path(options.model), as_json=options.json)
+        return inspect_folder.run(
+            Path(options.model), as_json=options.json, tensors=options.tensors
+        )
     config = resolve(ModelConfig, [], settings, find(options.model))
     facts = describe(config, options.context)
     text = common.json_text(facts) if options.json else render(options.model, facts)

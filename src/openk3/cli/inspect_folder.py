@@ -12,10 +12,15 @@ from openk3.cli import common
 SHOWN = 20
 
 
-def run(path: Path, *, as_json: bool) -> int:
+def run(path: Path, *, as_json: bool, tensors: bool) -> int:
     """Print the report. Exit code 1 when something is missing, unknown or wrong."""
     found = survey(path)
     facts = describe(found)
+    if tensors:
+        facts["all_tensors"] = [
+            {"name": e.name, "dtype": e.dtype, "shape": list(e.shape), "file": e.path.name}
+            for e in found.entries.values()
+        ]
     sys.stdout.write(common.json_text(facts) if as_json else render(facts))
     return 0 if found.complete else 1
 
@@ -67,4 +72,10 @@ def render(facts: dict[str, Any]) -> str:
         lines += [f"  {kind}: {problem}" for problem in problems[:SHOWN]]
         if len(problems) > SHOWN:
             lines.append(f"  ... and {len(problems) - SHOWN:,} more {kind} (--json lists them)")
+    rows = [
+        (t["name"], t["dtype"], " x ".join(map(str, t["shape"])), t["file"])
+        for t in facts.get("all_tensors", ())
+    ]
+    if rows:
+        lines += ["", common.table(rows, left=(0, 1, 2, 3))]
     return "\n".join(lines) + "\n"

@@ -112,6 +112,16 @@ def test_a_failed_read_is_raised_to_every_user_and_not_kept(make):
     use(cache, 2)
 
 
+def test_a_read_that_breaks_otherwise_keeps_nobody_waiting(make):
+    def broken(key, buffer):
+        raise MemoryError
+
+    cache = make(2, broken)
+    cache.ahead([1])
+    with pytest.raises((CheckpointError, MemoryError)):
+        use(cache, 1)
+
+
 def test_two_buffers_are_the_least():
     with pytest.raises(InputError, match="at least 2 experts"):
         ExpertCache(fill, 1 << 20, 1)

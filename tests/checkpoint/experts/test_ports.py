@@ -115,7 +115,7 @@ def test_qat_only_touches_the_routed_experts():
             for matrix in EXPERT_MATRICES:
                 weight = getattr(layer.block_sparse_moe.experts, matrix)
                 weight.copy_(mx.fake_quantize(weight))
-        without_inputs = fake_quantise_experts(qat, activations=False)
+        without_inputs = fake_quantise_experts(qat, mxfp8_inputs=False)
         assert torch.equal(plain(IDS), without_inputs(IDS))
 
 

@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 import openk3
 from model_folders import CONFIG
-from openk3.checkpoint.experts import fake_quantise_experts
+from openk3.checkpoint.experts import fake_quantise_experts, quantise_expert_inputs
 from openk3.checkpoint.hf.folder import open_folder, survey
 from openk3.errors import CheckpointError, InputError, StorageError
 from openk3.model import K3
@@ -84,11 +84,16 @@ def test_every_tensor_is_aligned_to_its_items(folder, tmp_path):
 
 
 def test_what_qat_multiplied_with_is_what_is_written(tmp_path):
-    model = fake_quantise_experts(K3(CONFIG, seed=2), activations=False).eval()
-    openk3.save(model, tmp_path / "x", mxfp4_experts=True)
-    served = openk3.load(tmp_path / "x", dtype=torch.float32, experts="packed")
-    with torch.no_grad():
-        assert torch.equal(model(IDS), served(IDS))
+    for experts, inputs in (("packed", True), ("packed", False), ("stream", True)):
+        model = fake_quantise_experts(K3(CONFIG, seed=2), mxfp8_inputs=inputs).eval()
+        target = tmp_path / f"{experts}-{inputs}"
+        openk3.save(model, target, mxfp4_experts=True)
+        served = openk3.load(target, dtype=torch.float32, experts=experts)
+        quantise_expert_inputs(served, inputs)
+        with torch.no_grad():
+            assert torch.equal(model(IDS), served(IDS))
+    with pytest.raises(InputError, match="layer 1 are not quantised"):
+        quantise_expert_inputs(openk3.load(target))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1.8 * 2.0**127])

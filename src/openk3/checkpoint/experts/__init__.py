@@ -4,7 +4,11 @@ fake-quantised for quantisation-aware training. Each implements `model.ports.Exp
 
 from openk3.checkpoint.experts.cache import CacheStats, ExpertCache
 from openk3.checkpoint.experts.packed import PackedExperts
-from openk3.checkpoint.experts.qat import QatExperts, fake_quantise_experts
+from openk3.checkpoint.experts.qat import (
+    QatExperts,
+    fake_quantise_experts,
+    quantise_expert_inputs,
+)
 from openk3.checkpoint.experts.streamed import StreamedExperts, stream_stats
 
 __all__ = [
@@ -14,5 +18,6 @@ __all__ = [
     "QatExperts",
     "StreamedExperts",
     "fake_quantise_experts",
+    "quantise_expert_inputs",
     "stream_stats",
 ]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from openk3.errors import InputError, OpenK3Error
+from openk3.errors import CheckpointError, InputError, OpenK3Error
 
 Fill = Callable[[Hashable, Tensor], None]
 
@@ -148,13 +148,16 @@ class ExpertCache:
             self._unpin(slot)
 
     def _fill(self, slot: _Slot) -> None:
+        slot.error = CheckpointError(f"reading expert {slot.key} was interrupted")
         try:
             self._fill_buffer(slot.key, slot.buffer)
+            slot.error = None
         except OpenK3Error as error:
             slot.error = error
-        with self._changed:
-            self.stats.bytes_read += self.slot_bytes
-        slot.ready.set()
+        finally:  # whatever happened, nobody may wait for ever
+            with self._changed:
+                self.stats.bytes_read += self.slot_bytes
+            slot.ready.set()
 
     def _unpin(self, slot: _Slot) -> None:
         with self._changed:

@@ -23,6 +23,7 @@ class PackedExperts(nn.Module):
         super().__init__()
         self.num_experts = config.num_experts
         self.betas = config.activation_situ_beta, config.activation_situ_linear_beta
+        self.mxfp8_inputs = False
         for matrix, (data, scale) in stacks.items():
             self.register_buffer(f"{matrix}_packed", data)
             self.register_buffer(f"{matrix}_scale", scale)
@@ -43,7 +44,7 @@ class PackedExperts(nn.Module):
             )
             return w1, w3, w2
 
-        return expert_by_expert(rows, offsets, matrices, self.betas)
+        return expert_by_expert(rows, offsets, matrices, self.betas, self.mxfp8_inputs)
 
     def routed(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x [T, L], ids and weights [T, k] -> the weighted sum of each token's experts [T, L]."""
@@ -55,6 +56,7 @@ def expert_by_expert(
     offsets: Tensor,
     matrices: Callable[[int], Matrices],
     betas: tuple[float, float | None],
+    mxfp8_inputs: bool,
 ) -> Tensor:
     """The grouped MLP with one expert's matrices in memory at a time; experts without rows are
     never asked for. rows [R, L], offsets [E] -> [R, L]."""
@@ -63,6 +65,26 @@ def expert_by_expert(
         if end > start:
             group = torch.tensor([end - start], dtype=torch.int32, device=rows.device)
             w1, w3, w2 = (weight[None] for weight in matrices(expert))
-            pieces.append(moe.grouped_mlp(rows[start:end], group, w1, w3, w2, *betas))
+            piece = grouped_mlp(rows[start:end], group, w1, w3, w2, betas, mxfp8_inputs)
+            pieces.append(piece)
             start = end
     return torch.cat(pieces) if pieces else rows.new_zeros(rows.shape)
+
+
+def grouped_mlp(
+    rows: Tensor,
+    offsets: Tensor,
+    w1: Tensor,
+    w3: Tensor,
+    w2: Tensor,
+    betas: tuple[float, float | None],
+    mxfp8_inputs: bool,
+) -> Tensor:
+    """`moe.grouped_mlp`, with the input of each product passed through MXFP8 if asked for."""
+    if not mxfp8_inputs:
+        return moe.grouped_mlp(rows, offsets, w1, w3, w2, *betas)
+    rows = mx.fake_quantize(rows, "mxfp8")
+    gate = moe.grouped_linear(rows, w1, offsets)
+    up = moe.grouped_linear(rows, w3, offsets)
+    inner = mx.fake_quantize(moe.situ_glu(gate, up, *betas), "mxfp8")
+    return moe.grouped_linear(inner, w2, offsets)

@@ -102,6 +102,7 @@ class StreamedExperts(nn.Module):
         self.num_experts = config.num_experts
         self.betas = config.activation_situ_beta, config.activation_situ_linear_beta
         self.layer, self.files, self.cache, self.source = layer, files, cache, source
+        self.mxfp8_inputs = False
         self.predict_next: Callable[[], Sequence[Hashable]] = tuple
 
     def sorted_rows(self, rows: Tensor, offsets: Tensor) -> Tensor:
@@ -121,7 +122,7 @@ class StreamedExperts(nn.Module):
             with self.cache.use(key) as buffer:
                 return self.files.matrices(*key, buffer.to(rows.device), rows.dtype)
 
-        return expert_by_expert(rows, offsets, matrices, self.betas)
+        return expert_by_expert(rows, offsets, matrices, self.betas, self.mxfp8_inputs)
 
     def routed(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x [T, L], ids and weights [T, k] -> the weighted sum of each token's experts [T, L]."""

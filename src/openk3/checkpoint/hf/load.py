@@ -241,6 +241,8 @@ def _cache_bytes(gigabytes: float | None) -> float:
     if gigabytes is not None:
         return gigabytes * 1e9
     try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 4
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):  # not known on this system
-        return 2e9
+        free = 8 << 30
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return (free if limit == resource.RLIM_INFINITY else min(free, limit)) / 4
