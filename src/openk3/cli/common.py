@@ -16,9 +16,11 @@ MOST_THREADS = 1024
 
 
 class _Parser(argparse.ArgumentParser):
-    """Takes options and positional words in any order."""
+    """Takes options and positional words in any order, unless words belong to a verb of its own."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if any(a.nargs in (argparse.PARSER, argparse.REMAINDER) for a in self._actions):
+            return super().parse_args(args, namespace)
         return self.parse_intermixed_args(args, namespace)
 
 

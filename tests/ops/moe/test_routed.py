@@ -7,7 +7,7 @@ from kernel_checks import gradients, poison, relative_error
 from openk3.ops.moe import expert_mlp
 
 routed = pytest.importorskip("openk3.ops.moe.routed", exc_type=ImportError)
-permute = pytest.importorskip("openk3.ops.moe.permute", exc_type=ImportError)
+permute = pytest.importorskip("openk3.ops.moe.row_plan", exc_type=ImportError)
 
 TORCH = routed.Choice()
 TRITON = routed.Choice(fused_situ=True, triton_rows=True, triton_grads=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from openk3.ops.moe import grouped_kernels as kernels
-from openk3.ops.moe.permute import BIG, SMALL, Plan
+from openk3.ops.moe.row_plan import BIG, SMALL, Plan
 from openk3.ops.triton_support import launch, num_sms
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from openk3.ops.moe import grouped
 from openk3.ops.moe import situ_kernels as kernels
-from openk3.ops.moe.permute import (
+from openk3.ops.moe.row_plan import (
     Plan,
     combine_rows,
     gather_rows,
