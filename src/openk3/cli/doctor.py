@@ -33,8 +33,15 @@ EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "kernels": ("GPU kernels", ("triton",)),
 }
 LEAST_FREE_GIB = 2.0
-K3_FACTS = {"dim": 7168, "width": 128}
-"""What the backends are asked about, besides device and dtype: K3's own sizes."""
+K3_FACTS: dict[str, Any] = {
+    "dim": 7168,
+    "width": 128,
+    "value_width": 128,
+    "lower_bound": -5.0,
+    "needs_grad": False,
+    "with_states": False,
+}
+"""What the backends are asked about, besides device and dtype: a plain call at K3's own sizes."""
 
 
 @dataclass(frozen=True)
@@ -158,10 +165,7 @@ def _backends(torch: Any) -> Iterator[Finding]:
     for table in tables():
         chosen = False
         for backend in table.backends:
-            try:
-                usable, reason = backend.usable(device=device, dtype=dtype, **K3_FACTS)
-            except TypeError:
-                usable, reason = False, f"depends on the call; needs {backend.needs}"
+            usable, reason = backend.usable(device=device, dtype=dtype, **K3_FACTS)
             mark = " (chosen)" if usable and not chosen else ""
             chosen = chosen or usable
             status = "ok" if usable else "no"

@@ -23,13 +23,19 @@ class Backend:
     needs: str
     """What it needs, in words."""
     usable: Callable[..., tuple[bool, str]]
-    """Keyword facts about the call -> (whether it can run here, why or why not)."""
+    """Keyword facts about the call -> (whether it can run here, why or why not).
+
+    Takes facts it does not know (`**_`): all tables are asked the same ones by `k3 doctor`.
+    """
     load: Callable[[], Callable[..., Any]]
     """Import and return the implementation; called only when chosen."""
 
 
 class BackendTable:
-    """The implementations of one op, best first; `reference` is last and always usable."""
+    """The implementations of one op, best first; `reference` is always usable.
+
+    What stands behind it is only chosen by name.
+    """
 
     def __init__(self, op: str, backends: list[Backend]) -> None:
         self.op = op

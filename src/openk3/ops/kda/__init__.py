@@ -33,6 +33,7 @@ def _triton_usable(
     lower_bound: float = -5.0,
     needs_grad: bool = False,
     with_states: bool = False,
+    **_: Any,
 ) -> tuple[bool, str]:
     if dtype not in (torch.bfloat16, torch.float16):
         return False, f"the kernels multiply in bfloat16; {dtype} inputs keep their precision"
