@@ -1,11 +1,10 @@
 """A run's model loads by itself and says what the trainer's says."""
 
-import json
-
 import pytest
 import torch
 
 from openk3.checkpoint.trained import is_training_output, load_trained
+from openk3.checkpoint.training import CheckpointFolder, read
 from openk3.errors import CheckpointError
 from openk3.model.init import keeps_float32
 from openk3.parallel.world import World
@@ -49,13 +48,8 @@ def test_no_checkpoint_and_no_run_are_told(tmp_path):
 
 
 def test_weights_of_another_shape_are_named(run, tmp_path):
-    folder = run[0] / "checkpoints/step_00000002"
-    copy = tmp_path / "step_00000002"
-    copy.mkdir()
-    for file in folder.iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
-    state = json.loads((copy / "state.json").read_text())
-    state["loop"]["model"]["text_config"]["intermediate_size"] = 64
-    (copy / "state.json").write_text(json.dumps(state))
+    saved = read(run[0] / "checkpoints/step_00000002")
+    saved.loop["model"]["text_config"]["intermediate_size"] = 64
+    copy = CheckpointFolder(tmp_path).save(saved)
     with pytest.raises(CheckpointError, match=r"does not fit its own config[\s\S]*gate_proj"):
         load_trained(copy)
