@@ -3,13 +3,44 @@
 Legend: B batch, T tokens, D channels, W taps, N sequences.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from openk3.errors import InputError
-from openk3.ops.packed import Gather, Scatter, sequence_lengths, spaced_layout
+from openk3.ops.backends import Backend, BackendTable, always
+from openk3.ops.packed import Gather, Scatter, check_offsets, sequence_lengths, spaced_layout
 from openk3.ops.precision import wide_dtype
+from openk3.ops.triton_support import triton_runs
+
+
+def _reference() -> Any:
+    return short_conv_reference
+
+
+def _triton() -> Any:
+    from openk3.ops.triton_conv import short_conv_triton
+
+    return short_conv_triton
+
+
+def _triton_usable(
+    *, device: torch.device, dtype: torch.dtype, taps: int, **_: Any
+) -> tuple[bool, str]:
+    if dtype == torch.float64 or taps != 4:
+        return False, f"the kernel takes 16- or 32-bit floats and 4 taps, not {dtype} and {taps}"
+    return triton_runs(device)
+
+
+BACKENDS = BackendTable(
+    "conv",
+    [
+        Backend("triton", "an NVIDIA GPU and the triton package", _triton_usable, _triton),
+        Backend("reference", "nothing", always, _reference),
+    ],
+)
 
 
 def short_conv(
@@ -19,17 +50,45 @@ def short_conv(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     output_final_state: bool = False,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """SiLU(y), y_t = sum_j weight[j] x_{t-W+1+j}, in float32, cast back once.
 
     x [B, T, D]; weight [D, 1, W] or [D, W] float32; initial_state [N, W, D], the last W inputs
     before each sequence (zeros if None; the oldest of the W is never read); cu_seqlens [N + 1] for
     a packed row (then B = 1). Returns (y [B, T, D], final state [N, W, D] in x's dtype or None).
+    Raises InputError, BackendError.
     """
     batch, tokens, dim = x.shape
     taps = weight.shape[-1]
     if weight.numel() != dim * taps:
         raise InputError(f"conv weight {list(weight.shape)} does not fit {dim} channels")
+    num = check_offsets(batch, tokens, cu_seqlens)
+    if initial_state is not None and initial_state.shape != (num, taps, dim):
+        raise InputError(
+            f"conv initial_state must be [{num}, {taps}, {dim}], not {list(initial_state.shape)}"
+        )
+    chosen = BACKENDS.resolve(backend, device=x.device, dtype=x.dtype, taps=taps)
+    return chosen.load()(
+        x,
+        weight,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        output_final_state=output_final_state,
+    )
+
+
+def short_conv_reference(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """`short_conv` in plain torch."""
+    batch, tokens, dim = x.shape
+    taps = weight.shape[-1]
     lengths = sequence_lengths(batch, tokens, cu_seqlens)
     wide = wide_dtype(x)
     weight_DW = weight.reshape(dim, taps).to(wide)
@@ -42,10 +101,6 @@ def short_conv(
     num = len(lengths)
     if initial_state is None:
         initial_state = x.new_zeros(num, taps, dim)
-    if initial_state.shape != (num, taps, dim):
-        raise InputError(
-            f"conv initial_state must be [{num}, {taps}, {dim}], not {list(initial_state.shape)}"
-        )
     if cu_seqlens is None:
         history = torch.cat([initial_state.to(x.dtype), x], 1)
         y = _filter(history[:, 1:].to(wide), weight_DW, tokens)

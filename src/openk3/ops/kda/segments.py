@@ -10,9 +10,13 @@ from dataclasses import dataclass
 
 WHOLE = 1 << 30  # a segment length no sequence reaches
 BLOCK = 64  # segments are whole blocks of this many tokens
-TILE_US = 0.55  # one tile of the scan on one multiprocessor
-SUMMARY_COST = 2.0  # a tile of the summary pass, which carries twice the state, in scan tiles
-FOLD_US = 2.0  # folding one segment
+
+# microseconds, measured on an H200 (benchmarks/results/kda.md)
+SCAN_US = 0.9  # one tile of a whole scan, while every head has a multiprocessor of its own
+CUT_US = 2.1  # one tile of both passes of a cut scan, while every segment has its own
+CUT_RATE = 70.0  # tiles of both passes a microsecond over all segments, once they share 132
+FOLD_US = 3.9  # folding one segment
+CUT_LAUNCH_US = 15.0  # two more kernels
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,7 @@ class Segments:
 
     length: int
     num_slots: int
-    """Upper bound of segments over all sequences; also the first size of carry buffers."""
+    """Upper bound of the segments of all sequences: the first size of carry buffers."""
 
     @property
     def split(self) -> bool:
@@ -36,26 +40,22 @@ def num_slots(tokens: int, num_seqs: int, unit: int, packed: bool) -> int:
 
 
 def plan_segments(tokens: int, num_seqs: int, heads: int, num_sms: int, packed: bool) -> Segments:
-    """The cheapest cut by a small cost model, in microseconds.
+    """The cheapest cut by the cost model above.
 
     tokens: of the packed row, or of each of the num_seqs sequences.
     """
-    whole = Segments(WHOLE, num_slots(tokens, num_seqs, WHOLE, packed))
     rows = tokens if packed else tokens * num_seqs
-    chains = heads * num_seqs
-    # serial: the longest chain, or the work of all chains over the multiprocessors
-    best = max(tokens / 16, rows / 16 * heads / num_sms) * TILE_US
-    chosen = whole
-    if chains >= 2 * num_sms and not packed:
-        return whole
-    for waves in (1, 2, 3):
-        per_head = max(waves * num_sms // heads, 1)
-        length = -(-rows // per_head // BLOCK) * BLOCK
-        if length <= 0 or length >= tokens:
+    chosen = Segments(WHOLE, num_slots(tokens, num_seqs, WHOLE, packed))
+    busy = max(1.0, rows * heads / max(tokens, 1) / num_sms)
+    best = tokens / 16 * SCAN_US * busy
+    for per_sm in (0.75, 1.0, 1.25, 1.5):
+        per_head = max(int(per_sm * num_sms / heads), 1)
+        length = -(-rows // (per_head * BLOCK)) * BLOCK
+        if not 0 < length < tokens:
             continue
         count = num_slots(tokens, num_seqs, length, packed)
-        rounds = -(-count * heads // num_sms)
-        cost = rounds * length / 16 * TILE_US * (1 + SUMMARY_COST) + -(-tokens // length) * FOLD_US
+        tile = max(CUT_US, count * heads / (CUT_RATE * num_sms / 132))
+        cost = length / 16 * tile + -(-tokens // length) * FOLD_US + CUT_LAUNCH_US
         if cost < best:
             best, chosen = cost, Segments(length, count)
     return chosen

@@ -1,0 +1,234 @@
+"""One decoding step of a KDA layer between its projections: convolution, norms, gate, recurrence,
+head norm and output gate, in place on paged state slots (K3 report §2.1.1; drafts: §5.4.2).
+
+Drafts: a speculative window must not advance the state before it is accepted. With `pending`, a
+call first replays the accepted prefix of the last window onto the checkpoint state, from that
+window's cached projected inputs, then runs the new window from there without storing its state,
+and caches its inputs instead. Rejecting costs nothing: the checkpoint has not moved.
+
+Legend: B rows, T new tokens, H heads, D = K = V head width, W = 4 taps, S slots, P window capacity.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from openk3.errors import InputError
+from openk3.ops.backends import Backend, BackendTable, always
+from openk3.ops.kda import reference
+from openk3.ops.norm import gated_head_norm
+from openk3.ops.triton_support import triton_runs
+
+TAPS = 4
+
+
+class Pending(NamedTuple):
+    """Projected inputs of the last window of every slot, before the convolution."""
+
+    q: Tensor
+    """[S, P, H, D]"""
+    k: Tensor
+    """[S, P, H, D]"""
+    v: Tensor
+    """[S, P, H, D]"""
+    g: Tensor
+    """[S, P, H, D] decay logits"""
+    beta: Tensor
+    """[S, P, H] logits"""
+
+
+class Step(NamedTuple):
+    """Checked arguments of one call, as a backend receives them."""
+
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+    """q, k, v, g [B,T,H,D] and beta [B,T,H]"""
+    gate: Tensor
+    """[B,T,H,D] output gate logits"""
+    conv_weight: Tensor
+    """[3, H, D, W] float32"""
+    conv_state: Tensor
+    """[S, 3, W, H, D]"""
+    state: Tensor
+    """[S, H, K, V] float32"""
+    slots: Tensor
+    """[B] int32"""
+    A_log: Tensor
+    dt_bias: Tensor
+    lower_bound: float
+    scale: float
+    norm_weight: Tensor
+    eps: float
+    pending: Pending | None
+    accepted: Tensor | None
+    """[B] int32"""
+
+
+def _reference() -> Any:
+    return step_reference
+
+
+def _triton() -> Any:
+    from openk3.ops.kda.triton_decode import step_triton
+
+    return step_triton
+
+
+def _triton_usable(*, device: torch.device, width: int, **_: Any) -> tuple[bool, str]:
+    if width not in (64, 128):
+        return False, f"the kernel takes head widths of 64 or 128, not {width}"
+    return triton_runs(device)
+
+
+BACKENDS = BackendTable(
+    "kda_decode",
+    [
+        Backend("triton", "an NVIDIA GPU and the triton package", _triton_usable, _triton),
+        Backend("reference", "nothing", always, _reference),
+    ],
+)
+
+
+def kda_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    gate: Tensor,
+    *,
+    conv_weight: Tensor | Sequence[Tensor],
+    conv_state: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    lower_bound: float,
+    norm_weight: Tensor,
+    eps: float = 1e-5,
+    scale: float | None = None,
+    pending: Pending | None = None,
+    accepted: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """T new tokens of B sequences: projections in, gated and normed heads out. No gradients.
+
+    q, k, v, g, gate [B,T,H,D] and beta [B,T,H]: projections of the new tokens, raw. conv_weight:
+    taps of q, k and v, [3, H * D, 1, W] or three [H * D, 1, W], float32. conv_state [S,3,W,H,D]:
+    the last W inputs of the three convolutions. state [S,H,K,V] float32. slots [B]: where each
+    row's states live, -1 for padding (its output is zero); no slot twice. A_log [H], dt_bias [H *
+    D], norm_weight [D]; scale None is D ** -0.5.
+
+    Without `pending`, conv_state and state advance in place by the T tokens. With it, they
+    advance by the first accepted[b] tokens (0 to P) of the slot's pending window, the T <= P new
+    tokens run from there, and become the pending window. Returns o [B,T,H,D] in gate's dtype.
+    Raises InputError, BackendError.
+    """
+    heads, width = q.shape[2:]
+    weights = conv_weight if isinstance(conv_weight, Tensor) else torch.stack([*conv_weight])
+    step = Step(
+        (q, k, v, g, beta),
+        gate,
+        weights.reshape(3, heads, width, -1),
+        conv_state,
+        state,
+        slots.int(),
+        A_log,
+        dt_bias,
+        lower_bound,
+        width**-0.5 if scale is None else scale,
+        norm_weight,
+        eps,
+        pending,
+        None if accepted is None else accepted.int(),
+    )
+    _check(step)
+    return BACKENDS.resolve(backend, device=q.device, width=width).load()(step)
+
+
+def _check(step: Step) -> None:
+    batch, tokens, heads, width = step.inputs[0].shape
+    num = step.state.shape[0]
+    wanted = {
+        "k": (step.inputs[1], (batch, tokens, heads, width)),
+        "v": (step.inputs[2], (batch, tokens, heads, width)),
+        "g": (step.inputs[3], (batch, tokens, heads, width)),
+        "beta": (step.inputs[4], (batch, tokens, heads)),
+        "gate": (step.gate, (batch, tokens, heads, width)),
+        "conv_weight": (step.conv_weight, (3, heads, width, TAPS)),
+        "conv_state": (step.conv_state, (num, 3, TAPS, heads, width)),
+        "state": (step.state, (num, heads, width, width)),
+        "slots": (step.slots, (batch,)),
+        "A_log": (step.A_log, (heads,)),
+        "norm_weight": (step.norm_weight, (width,)),
+    }
+    if (step.pending is None) != (step.accepted is None):
+        raise InputError("pending and accepted belong together; one of them is missing")
+    if step.pending is not None and step.accepted is not None:
+        capacity = step.pending.q.shape[1]
+        if tokens > capacity:
+            raise InputError(f"{tokens} new tokens do not fit a pending window of {capacity}")
+        for name in ("q", "k", "v", "g"):
+            wanted[f"pending.{name}"] = getattr(step.pending, name), (num, capacity, heads, width)
+        wanted["pending.beta"] = step.pending.beta, (num, capacity, heads)
+        wanted["accepted"] = step.accepted, (batch,)
+    for name, (x, shape) in wanted.items():
+        if tuple(x.shape) != shape:
+            raise InputError(f"{name} must be {list(shape)}, not {list(x.shape)}")
+    for name, x in (("state", step.state), ("conv_state", step.conv_state)):
+        if not x.is_contiguous():
+            raise InputError(f"{name} is written in place and must be contiguous")
+    if step.state.dtype != torch.float32:
+        raise InputError(f"state must be float32, not {step.state.dtype}")
+
+
+@torch.no_grad()
+def step_reference(step: Step) -> Tensor:
+    """Plain torch, row by row."""
+    out = torch.zeros_like(step.gate)
+    for b, slot in enumerate(step.slots.tolist()):
+        if slot < 0:
+            continue
+        new = [x[b] for x in step.inputs]
+        if step.pending is not None and step.accepted is not None:
+            count = int(step.accepted[b])
+            _run(step, slot, [x[slot, :count] for x in step.pending], keep=True)
+            out[b] = _finish(step, _run(step, slot, new, keep=False), step.gate[b])
+            for cache, x in zip(step.pending, new, strict=True):
+                cache[slot, : x.shape[0]] = x
+        else:
+            out[b] = _finish(step, _run(step, slot, new, keep=True), step.gate[b])
+    return out
+
+
+def _finish(step: Step, o_THD: Tensor, gate_THD: Tensor) -> Tensor:
+    return gated_head_norm(o_THD, step.norm_weight, gate_THD, step.eps)
+
+
+def _run(step: Step, slot: int, inputs: list[Tensor], *, keep: bool) -> Tensor:
+    """Tokens [T, H, D] of one slot through convolution and recurrence; advances it if `keep`."""
+    *qkv, g, beta = inputs
+    history = torch.cat([step.conv_state[slot], torch.stack(qkv)], 1)  # [3, W + T, H, D]
+    tokens = g.shape[0]
+    y = torch.zeros_like(history[:, :tokens], dtype=torch.float32)
+    for j in range(TAPS):
+        y += history[:, 1 + j : 1 + j + tokens].float() * step.conv_weight[..., j].float()[:, None]
+    q, k, v = torch.nn.functional.silu(y).to(g.dtype)
+    active = reference.activate(
+        q[None],
+        k[None],
+        v[None],
+        g[None],
+        beta[None],
+        step.A_log,
+        step.dt_bias,
+        step.lower_bound,
+        step.scale,
+    )
+    q, k, v, g_decay, b = active
+    o, final, _ = reference.recurrent(q, k, v, g_decay, b, step.state[slot, None], [tokens])
+    if keep:
+        step.state[slot] = final[0]
+        step.conv_state[slot] = history[:, -TAPS:]
+    return o[0].to(g.dtype)

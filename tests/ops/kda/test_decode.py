@@ -1,0 +1,150 @@
+"""A decoding step: the layer's separate ops, token by token; slots, windows and rollback."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from kernel_checks import relative_error
+from openk3.errors import InputError
+from openk3.ops.conv import short_conv
+from openk3.ops.kda import decode, kda
+from openk3.ops.kda.decode import Pending, kda_decode
+from openk3.ops.norm import gated_head_norm
+
+HEADS, WIDTH, SLOTS = 2, 16, 5
+INNER = HEADS * WIDTH
+
+
+@pytest.fixture(params=["reference", "triton"])
+def backend(request, monkeypatch):
+    """The kernel runs in Triton's interpreter, which the table would rightly refuse."""
+    if request.param == "triton":
+        module = pytest.importorskip("openk3.ops.kda.triton_decode", exc_type=ImportError)
+        monkeypatch.setattr(decode, "step_reference", module.step_triton)
+    return "reference"
+
+
+class Layer:
+    """Weights, T tokens of projections for two sequences, and the layer's own answer for them."""
+
+    def __init__(self, tokens, seed=0):
+        self.rng = torch.Generator().manual_seed(seed)
+        self.weights = {
+            "conv_weight": [self.normal(INNER, 1, 4) for _ in range(3)],
+            "A_log": self.normal(HEADS) * 0.5,
+            "dt_bias": self.normal(INNER) * 0.5,
+            "norm_weight": 1 + 0.1 * self.normal(WIDTH),
+            "lower_bound": -5.0,
+        }
+        self.x = [self.normal(2, tokens, HEADS, WIDTH) for _ in range(4)]
+        self.x.append(self.normal(2, tokens, HEADS))
+        self.x.append(self.normal(2, tokens, HEADS, WIDTH))
+        self.conv_state = self.normal(SLOTS, 3, 4, HEADS, WIDTH)
+        self.state = self.normal(SLOTS, HEADS, WIDTH, WIDTH)
+
+    def normal(self, *shape):
+        return torch.randn(*shape, generator=self.rng)
+
+    def separate_ops(self, slots):
+        """(o, convolution inputs, final state) of all tokens, in float64."""
+        w = self.weights
+        q, k, v, g, beta, gate = (t.double() for t in self.x)
+        convolved, inputs = [], []
+        for index, t in enumerate((q, k, v)):
+            old = self.conv_state[slots, index].double().flatten(2)
+            y, final = short_conv(
+                t.flatten(2),
+                w["conv_weight"][index],
+                initial_state=old,
+                output_final_state=True,
+            )
+            convolved.append(y.unflatten(-1, (HEADS, WIDTH)))
+            inputs.append(final.unflatten(-1, (HEADS, WIDTH)))
+        o, final = kda(
+            *convolved,
+            g,
+            beta,
+            A_log=w["A_log"].double(),
+            dt_bias=w["dt_bias"].double(),
+            initial_state=self.state[slots].double(),
+            output_final_state=True,
+        )
+        return gated_head_norm(o, w["norm_weight"], gate, 1e-5), torch.stack(inputs, 1), final
+
+    def pool(self):
+        return {"conv_state": self.conv_state.clone(), "state": self.state.clone()}
+
+    def tokens(self, start, stop):
+        return [t[:, start:stop] for t in self.x]
+
+
+@pytest.mark.parametrize("cuts", [[0, 1, 2, 3, 4, 5, 6], [0, 6], [0, 2, 3, 6]])
+def test_steps_are_the_separate_ops(backend, cuts):
+    layer, slots = Layer(6), torch.tensor([3, 1])
+    pool = layer.pool()
+    pieces = [
+        kda_decode(*layer.tokens(a, b), **pool, slots=slots, **layer.weights, backend=backend)
+        for a, b in pairwise(cuts)
+    ]
+    o, inputs, final = layer.separate_ops(slots)
+    assert relative_error(torch.cat(pieces, 1), o) < 3e-6
+    assert relative_error(pool["conv_state"][slots], inputs) < 1e-7
+    assert relative_error(pool["state"][slots], final) < 3e-6
+    untouched = [0, 2, 4]
+    assert torch.equal(pool["state"][untouched], layer.state[untouched])
+    assert torch.equal(pool["conv_state"][untouched], layer.conv_state[untouched])
+
+
+def test_padding_rows_give_zeros_and_touch_nothing(backend):
+    layer, pool = Layer(2), Layer(2).pool()
+    slots = torch.tensor([-1, 4])
+    o = kda_decode(*layer.tokens(0, 2), **pool, slots=slots, **layer.weights, backend=backend)
+    assert torch.equal(o[0], torch.zeros_like(o[0]))
+    assert torch.equal(pool["state"][:4], layer.state[:4])
+    wanted, _, final = layer.separate_ops(torch.tensor([0, 4]))
+    assert relative_error(o[1], wanted[1]) < 3e-6
+    assert relative_error(pool["state"][4], final[1]) < 3e-6
+
+
+@pytest.mark.parametrize("kept", [[0, 3], [2, 1], [3, 3]])
+def test_a_window_is_replayed_up_to_what_was_accepted(backend, kept):
+    """Window 1 (3 tokens) runs; `kept` of it are accepted; window 2 starts behind those."""
+    slots, accepted = torch.tensor([2, 0]), torch.tensor(kept)
+    layer = Layer(8)
+    pool = layer.pool()
+    pending = Pending(*(torch.full((SLOTS, 4, *t.shape[2:]), torch.nan) for t in layer.x[:5]))
+    options = {**pool, "slots": slots, "pending": pending, **layer.weights, "backend": backend}
+    first = kda_decode(*layer.tokens(0, 3), accepted=torch.zeros(2), **options)
+    assert torch.equal(pool["state"], layer.state)
+    # the second window's tokens are those that follow the accepted prefix
+    rows = [torch.arange(n, n + 4) for n in kept]
+    window = [torch.stack([t[b, r] for b, r in enumerate(rows)]) for t in layer.x]
+    second = kda_decode(*window, accepted=accepted, **options)
+    o, _, _ = layer.separate_ops(slots)
+    assert relative_error(first, o[:, :3]) < 3e-6
+    wanted = torch.stack([o[b, r] for b, r in enumerate(rows)])
+    assert relative_error(second, wanted) < 3e-6
+    # the checkpoint stands exactly behind the accepted prefix
+    for b, n in enumerate(kept):
+        layer_n = Layer(8)
+        layer_n.x = [t[:, :n] for t in layer_n.x]
+        _, inputs, final = layer_n.separate_ops(slots)
+        assert relative_error(pool["state"][slots[b]], final[b]) < 3e-6
+        assert relative_error(pool["conv_state"][slots[b]], inputs[b]) < 1e-7
+    for cache, t in zip(pending, window, strict=False):
+        assert torch.equal(cache[slots], t)
+
+
+def test_wrong_shapes_are_named():
+    layer, pool = Layer(1), Layer(1).pool()
+    options = {**pool, "slots": torch.tensor([0, 1]), **layer.weights}
+    with pytest.raises(InputError, match="conv_state must be"):
+        kda_decode(*layer.x, **options | {"conv_state": pool["conv_state"][:, :, :3]})
+    with pytest.raises(InputError, match="state must be float32"):
+        kda_decode(*layer.x, **options | {"state": pool["state"].double()})
+    with pytest.raises(InputError, match="belong together"):
+        kda_decode(*layer.x, **options, accepted=torch.zeros(2))
+    pending = Pending(*(torch.zeros(SLOTS, 0, *t.shape[2:]) for t in layer.x[:5]))
+    with pytest.raises(InputError, match="do not fit"):
+        kda_decode(*layer.x, **options, pending=pending, accepted=torch.zeros(2))
