@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from box_checks import TIDY, settled
-from openk3.errors import StorageError
+from openk3.errors import ConflictError, StorageError
 from openk3.sandbox import Pool, Sandbox, State, events, recovery
 from openk3.sandbox.store import gc
 from openk3.sandbox.store.home import BoxLock, remove_tree
@@ -48,12 +48,23 @@ async def _check(home, promised: dict[str, str], rng: random.Random) -> None:
     for box_id in promised:
         assert box_id in known, f"paused sandbox {box_id} is gone"
     for box_id in rng.sample(sorted(promised), min(2, len(promised))):
-        box = await Sandbox.connect(box_id, pool=pool)
-        assert (await box.run("cat f")).stdout.strip() == promised[box_id]
-        await box.close()
+        assert await _content(pool, box_id) == promised[box_id]
     for record in recovery.records(home):
         await pool.kill(record.id)
     await pool.close()
+
+
+async def _content(pool: Pool, box_id: str) -> str:
+    """What the file says; asked again while a pause that the dead manager began is under way."""
+    while True:
+        try:
+            box = await Sandbox.connect(box_id, pool=pool)
+            content = (await box.run("cat f")).stdout.strip()
+        except ConflictError:
+            await asyncio.sleep(0.05)
+            continue
+        await box.close()
+        return content
 
 
 def _cycles(home, num_rounds: int, seed: int) -> None:

@@ -140,6 +140,8 @@ class Pool:
         try:
             value = await connection.call("commit", **fields)
         except BaseException:
+            if not connection.closed:
+                connection.open("kill")  # nobody will learn the id of what may be committed
             await connection.close()
             raise
         for name in vars(record):
