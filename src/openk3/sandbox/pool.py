@@ -318,17 +318,33 @@ class Pool:
         self._require_room(count)
         with self.home.using():
             parent = self.record(box_id)
-            if parent.state == "running":
-                connection = await Connection.to_box(self.home.box(box_id))
+            if parent.state != "running":
+                return await self._children(parent, count, commit)
+            connection = await Connection.to_box(self.home.box(box_id))
+            try:
+                call = connection.open("checkpoint", stay=True, memory=memory)
+                _, announced = await anext(call)
+                parent.image = announced["image"]
+                back = asyncio.ensure_future(call.result())  # the parent starts beside its copies
+                copies = await self._children(parent, count, commit)
                 try:
-                    saved = await connection.call("checkpoint", stay=True, memory=memory)
-                finally:
-                    await connection.close()
-                parent.image = saved["image"]
-            if parent.state == "lost" or not parent.image:
-                raise NotFoundError(f"sandbox {box_id} has ended: {parent.reason}")
-            children = [self._fork_one(parent, commit) for _ in range(count)]
-            found = await asyncio.gather(*children, return_exceptions=True)
+                    await back
+                except OpenK3Error:
+                    for copy in copies:
+                        if isinstance(copy, tuple):
+                            await self.kill(copy[0].id)
+                    raise
+                return copies
+            finally:
+                await connection.close()
+
+    async def _children(
+        self, parent: BoxRecord, count: int, commit: dict[str, Any]
+    ) -> list[tuple[BoxRecord, Connection] | OpenK3Error]:
+        if parent.state == "lost" or not parent.image:
+            raise NotFoundError(f"sandbox {parent.id} has ended: {parent.reason}")
+        copies = [self._fork_one(parent, commit) for _ in range(count)]
+        found = await asyncio.gather(*copies, return_exceptions=True)
         results: list[tuple[BoxRecord, Connection] | OpenK3Error] = []
         for item in found:
             if isinstance(item, BaseException) and not isinstance(item, OpenK3Error):

@@ -64,7 +64,7 @@ def _tree(path) -> dict[str, str]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting overlays needs root")
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(first=actions, second=actions, third=actions)
 def test_merge_of_layers_looks_like_the_overlay_of_them(tmp_path_factory, first, second, third):
     import json
@@ -90,7 +90,7 @@ def test_merge_of_layers_looks_like_the_overlay_of_them(tmp_path_factory, first,
     merged = (
         "import sys; sys.path[:0] = " + repr(sys.path) + "\n"
         "from pathlib import Path; from openk3.sandbox.store.layers import merge\n"
-        "merge([Path('u0'), Path('u1'), Path('u2')], Path('m'), True)"
+        "merge([Path('u0'), Path('u1'), Path('u2')], Path('m'), True, [Path('t')])"
     )
     (work / "merge.py").write_text(merged)
     script += (

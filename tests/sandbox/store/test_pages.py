@@ -41,14 +41,15 @@ def test_a_moved_page_costs_nothing_and_sweeping_spares_shared_packs(tmp_path):
     assert pages.pack(store, "g1", [tmp_path / "pages.img"]) == 50 * 4096
     (tmp_path / "pages.img").write_bytes(os.urandom(4096) + b"".join(blocks[1:]))
     assert pages.pack(store, "g2", [tmp_path / "pages.img"]) == 4096
-    assert pages.sweep(store, {"g2"}) == 1  # the recipe of g1; its pack still serves g2
+    pages.sweep(store, {"g2"})  # takes the recipe of g1 only: its pack still serves g2
+    assert len(list(store.iterdir())) == 5
     out = tmp_path / "out"
     out.mkdir()
     pages.unpack(store, "g2", out)
     assert (out / "pages.img").read_bytes() == (tmp_path / "pages.img").read_bytes()
     with pytest.raises(CheckpointError, match="g1"):
         pages.unpack(store, "g1", out)
-    assert pages.sweep(store, set()) == 5
+    pages.sweep(store, set())
     assert list(store.iterdir()) == []
 
 

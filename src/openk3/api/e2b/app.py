@@ -47,6 +47,8 @@ def create_app(
         await asyncio.to_thread(recovery.sweep, pool.home)
         capabilities = Capabilities(**found.capabilities)
         app.state.service = Service(pool, keys, found.backend, capabilities)
+        if found.capabilities["memory"]:
+            await pool.warm()
         sweeper = asyncio.create_task(_sweep(pool))
         yield
         sweeper.cancel()

@@ -161,7 +161,8 @@ class Disk:
             return None
         name = new_id("l")
         aside = self.home.tmp / name
-        merge([Path(self.shown[layer]) for layer in self.layers], aside, self.root)
+        layers = [Path(self.shown[layer]) for layer in self.layers]
+        merge(layers, aside, self.root, [Path("r"), Path("t")])
         os.rename(aside, self.home.layers / name)
         _fsync(self.home.layers)
         return list(self.layers), name

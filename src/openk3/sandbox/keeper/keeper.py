@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,11 @@ class Keeper:
     async def _own_call(
         self, client: ClientLink, number: int, op: str, params: dict[str, Any]
     ) -> None:
+        def announce(value: dict[str, Any]) -> None:
+            client.send(frames.pack_json(number, frames.EVENT, value))
+
+        if op == "checkpoint":
+            params["announce"] = announce
         try:
             client.end(number, await getattr(self, f"_op_{op}")(**params))
         except (OpenK3Error, OSError) as error:
@@ -247,8 +253,13 @@ class Keeper:
 
     # -- checkpoints ------------------------------------------------------------------------
 
-    async def _op_checkpoint(self, stay: bool, memory: bool = True) -> dict[str, Any]:
-        """A new generation; then run on (`stay`) or end this keeper, paused."""
+    async def _op_checkpoint(
+        self, stay: bool, memory: bool = True, announce: Callable[[Any], None] = lambda value: None
+    ) -> dict[str, Any]:
+        """A new generation; then run on (`stay`) or end this keeper, paused.
+
+        `announce` hears of the image as soon as others may start from it.
+        """
         if self.busy:
             raise ConflictError(f"sandbox {self.record.id} is {self.busy}")
         if not self.committed:
@@ -263,7 +274,7 @@ class Keeper:
         started = time.perf_counter()
         try:
             with self.home.using():
-                manifest = await self._new_generation(stay, memory)
+                manifest = await self._new_generation(stay, memory, announce)
         finally:
             if stay or not self.done.is_set():
                 self.busy = None
@@ -274,7 +285,9 @@ class Keeper:
         size = sum(item[0] for item in manifest.files.values())
         return {"image": manifest.id, "seconds": seconds, "bytes": size, "memory": memory}
 
-    async def _new_generation(self, stay: bool, memory: bool) -> ImageManifest:
+    async def _new_generation(
+        self, stay: bool, memory: bool, announce: Callable[[Any], None]
+    ) -> ImageManifest:
         aside = None
         if memory:
             await self._quiesce()
@@ -298,6 +311,7 @@ class Keeper:
         if not stay:
             self.record.state, self.record.deadline = "paused", None
         self._save()  # the switch: from here the new generation is the sandbox
+        announce({"image": manifest.id})
         if stay:
             await self._restart(manifest)
         else:

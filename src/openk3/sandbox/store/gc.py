@@ -1,7 +1,9 @@
 """Sweeping: what no record names is rubbish. Runs only while nobody else uses the store."""
 
 import os
+import secrets
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from openk3.errors import NotFoundError, StorageError
@@ -29,37 +31,50 @@ def referenced_images(home: Home) -> set[str]:
 
 
 def collect(home: Home) -> int:
-    """Delete unreferenced images, layers and pages; how many things went. 0 when busy."""
+    """Delete unreferenced images, layers and pages; how many things went. 0 when busy.
+
+    The store is held only while things are renamed away: deleting may take the disk seconds.
+    """
+    gone: list[Path] = []
+
+    def away(place: Path) -> None:
+        target = home.tmp / f"gone-{secrets.token_hex(6)}"
+        os.rename(place, target)
+        gone.append(target)
+
     with home.sweeping() as alone:
-        if not alone:
-            return 0
+        if alone:
+            _put_away(home, away)
+    for place in gone:
+        remove_tree(place, home.path)
+    return len(gone) + (_sweep_tmp(home) if alone else 0)
+
+
+def _put_away(home: Home, away: Callable[[Path], None]) -> None:
+    try:
+        keep = referenced_images(home)
+    except StorageError:
+        return  # what a damaged record needs is unknown: keep everything
+    layers: set[str] = set()
+    packed: set[str] = set()
+    for folder in list(home.images.iterdir()):
+        if folder.name not in keep:
+            away(folder)
+            continue
         try:
-            keep = referenced_images(home)
-        except StorageError:
-            return 0  # what a damaged record needs is unknown: keep everything
-        gone = 0
-        layers: set[str] = set()
-        packed: set[str] = set()
-        for folder in list(home.images.iterdir()):
-            if folder.name not in keep:
-                remove_tree(folder, home.path)
-                gone += 1
-                continue
-            try:
-                manifest = ImageManifest.load(folder / "manifest.json")
-            except (NotFoundError, StorageError):
-                return gone  # which layers a damaged image needs is unknown: keep them all
-            layers |= set(manifest.layers)
-            if manifest.packed:
-                packed.add(folder.name)
-                for name in manifest.files:
-                    (folder / name).unlink(missing_ok=True)
-        for place in list(home.layers.iterdir()):
-            if place.name not in layers:
-                remove_tree(place, home.path)
-                gone += 1
-        gone += pages.sweep(home.pages, packed)
-        return gone + _sweep_tmp(home)
+            manifest = ImageManifest.load(folder / "manifest.json")
+        except (NotFoundError, StorageError):
+            return  # which layers a damaged image needs is unknown: keep them all
+        layers |= set(manifest.layers)
+        if manifest.packed:
+            packed.add(folder.name)
+            for place in (folder / name for name in manifest.files):
+                if place.exists():
+                    away(place)
+    for place in list(home.layers.iterdir()):
+        if place.name not in layers:
+            away(place)
+    pages.sweep(home.pages, packed, away)
 
 
 def _sweep_tmp(home: Home) -> int:

@@ -34,11 +34,15 @@ def is_opaque(path: Path) -> bool:
     return False
 
 
-def merge(layers: list[Path], target: Path, root: bool) -> None:
-    """Write to the new folder `target` what `layers` (oldest first) mean together, durably."""
+def merge(layers: list[Path], target: Path, root: bool, base: list[Path] | None = None) -> None:
+    """Write to the new folder `target` what `layers` (oldest first) mean together, durably.
+
+    base: all that lies below them. Marks that hide nothing of it are left out, as they must be:
+    overlayfs shows a whiteout in a folder that no lower layer has. None keeps every mark.
+    """
     target.mkdir()
-    links: dict[tuple[int, int], Path] = {}
-    _merge_folder([layer for layer in layers if layer.is_dir()], target, root, links)
+    merger = _Merger(root)
+    merger.folder([layer for layer in layers if layer.is_dir()], target, base)
     sync_filesystem(target)
 
 
@@ -52,34 +56,49 @@ def sync_filesystem(path: Path) -> None:
         os.close(handle)
 
 
-def _merge_folder(
-    sources: list[Path], target: Path, root: bool, links: dict[tuple[int, int], Path]
-) -> None:
-    """`sources` are folders that lie over one another, the topmost last."""
-    top = sources[-1]
-    names = sorted({name for source in sources for name in os.listdir(source)})
-    for name in names:
-        stack: list[Path] = []
-        for source in reversed(sources):
-            place = source / name
-            if not os.path.lexists(place):
-                continue
-            info = os.lstat(place)
-            if not stat.S_ISDIR(info.st_mode):
-                stack = stack or [place]
-                break
-            stack.insert(0, place)
-            if is_opaque(place):
-                break
-        if stat.S_ISDIR(os.lstat(stack[-1]).st_mode):
-            (target / name).mkdir()
-            hidden = _hides_below(sources, name)
-            _merge_folder(stack, target / name, root, links)
-            if hidden:
-                os.setxattr(target / name, OPAQUE[0 if root else 1], b"y")
-        else:
-            _copy_leaf(stack[0], target / name, root, links)
-    _copy_metadata(top, target)
+class _Merger:
+    def __init__(self, root: bool) -> None:
+        self.opaque = OPAQUE[0 if root else 1]
+        self.links: dict[tuple[int, int], Path] = {}
+
+    def folder(self, sources: list[Path], target: Path, base: list[Path] | None) -> None:
+        """`sources` are folders that lie over one another, the topmost last."""
+        for name in sorted({name for source in sources for name in os.listdir(source)}):
+            below = None if base is None else _below(base, name)
+            stack = _visible(sources, name)
+            if stat.S_ISDIR(os.lstat(stack[-1]).st_mode):
+                self._subfolder(sources, stack, target / name, below)
+            elif below != [] or not is_whiteout(os.lstat(stack[0])):
+                _copy_leaf(stack[0], target / name, self.links)
+        _copy_metadata(sources[-1], target)
+
+    def _subfolder(
+        self, sources: list[Path], stack: list[Path], target: Path, below: list[Path] | None
+    ) -> None:
+        target.mkdir()
+        hides = _hides_below(sources, target.name)
+        self.folder(stack, target, [] if hides else below)
+        if hides and below != []:
+            os.setxattr(target, self.opaque, b"y")
+
+
+def _below(base: list[Path], name: str) -> list[Path]:
+    return [place / name for place in base if os.path.lexists(place / name)]
+
+
+def _visible(sources: list[Path], name: str) -> list[Path]:
+    """The folders that make up one entry, oldest first; or the one thing that is no folder."""
+    stack: list[Path] = []
+    for source in reversed(sources):
+        place = source / name
+        if not os.path.lexists(place):
+            continue
+        if not stat.S_ISDIR(os.lstat(place).st_mode):
+            return stack or [place]
+        stack.insert(0, place)
+        if is_opaque(place):
+            break
+    return stack
 
 
 def _hides_below(sources: list[Path], name: str) -> bool:
@@ -93,7 +112,7 @@ def _hides_below(sources: list[Path], name: str) -> bool:
     return False
 
 
-def _copy_leaf(source: Path, target: Path, root: bool, links: dict[tuple[int, int], Path]) -> None:
+def _copy_leaf(source: Path, target: Path, links: dict[tuple[int, int], Path]) -> None:
     info = os.lstat(source)
     if info.st_nlink > 1 and (info.st_dev, info.st_ino) in links:
         os.link(links[info.st_dev, info.st_ino], target, follow_symlinks=False)

@@ -8,13 +8,13 @@ their pages, wherever in the image these moved to.
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from openk3._io import atomic_file, write_json
 from openk3.errors import CheckpointError
-from openk3.sandbox.store.home import new_id, remove_tree
+from openk3.sandbox.store.home import new_id
 
 PAGE = 4096
 DIGEST = 16
@@ -88,19 +88,15 @@ def unpack(store: Path, image_id: str, target: Path) -> None:
         raise CheckpointError(f"the pages of image {image_id} are incomplete: {error}") from error
 
 
-def sweep(store: Path, keep: set[str]) -> int:
-    """Delete recipes of images not in `keep`, then packs that no recipe uses."""
+def sweep(store: Path, keep: set[str], away: Callable[[Path], None] = os.unlink) -> None:
+    """Drop recipes of images not in `keep`, then packs that no recipe uses, through `away`."""
     used: set[str] = set()
-    gone = 0
     for file in list(store.glob("*.recipe")):
         if file.stem not in keep:
-            file.unlink()
-            gone += 1
+            away(file)
             continue
         for entry in json.loads(file.read_text()).values():
             used |= {run[0] for run in entry["runs"]}
     for file in [*store.glob("*.pack"), *store.glob("*.idx")]:
         if file.stem not in used:
-            remove_tree(file, store)
-            gone += 1
-    return gone
+            away(file)
