@@ -22,6 +22,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
+    for item in items:
+        if "gvisor" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.gvisor)
+
     if torch.cuda.is_available():
         return
     no_gpu = pytest.mark.skip(reason="needs a CUDA device; torch sees none")

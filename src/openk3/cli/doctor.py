@@ -40,6 +40,7 @@ K3_FACTS: dict[str, Any] = {
     "lower_bound": -5.0,
     "needs_grad": False,
     "with_states": False,
+    "taps": 4,
 }
 """What the backends are asked about, besides device and dtype: a plain call at K3's own sizes."""
 
