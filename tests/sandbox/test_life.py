@@ -9,7 +9,7 @@ import time
 import pytest
 
 from openk3.errors import CheckpointError, ConflictError, InputError, NotFoundError, StorageError
-from openk3.sandbox import Sandbox, State, recovery
+from openk3.sandbox import Pool, Sandbox, State, recovery
 from openk3.sandbox.keeper import cgroups
 from openk3.sandbox.store.records import BoxRecord, ImageManifest
 
@@ -360,6 +360,30 @@ def test_command_time_limit_does_not_run_while_paused(aio, fresh):
         assert "quick" in running
         assert (await (await fresh.attach(tag="t")).wait()).stdout == "done\n"
         assert (await (await fresh.attach(tag="quick")).wait()).timed_out
+
+    aio.run(go())
+
+
+def test_long_chains_of_layers_are_merged_while_running(aio, home, gvisor):
+    async def go() -> None:
+        pool = Pool(home, max_layers=3)
+        box = await Sandbox.create(pool=pool, timeout=1200)
+        await box.run("rm /etc/hosts", user="root")
+        for cycle in range(7):
+            await box.run(
+                f"mkdir -p d{cycle}; echo {cycle} > d{cycle}/f; rm -rf d{cycle - 2}; "
+                f"echo {cycle} >> log"
+            )
+            await box.pause()
+            await box.resume()
+            record = pool.record(box.id)
+            while len(ImageManifest.load(ImageManifest.path(home, record.image)).layers) > 3:
+                await asyncio.sleep(0.02)
+                record = pool.record(box.id)
+        listing = (await box.run("cat d*/f log; ls; ls /etc/hosts")).stdout
+        assert listing == "5\n6\n0\n1\n2\n3\n4\n5\n6\nd5\nd6\nlog\n"
+        await box.kill()
+        await pool.close()
 
     aio.run(go())
 

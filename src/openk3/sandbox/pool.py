@@ -38,10 +38,12 @@ class Pool:
         *,
         max_running: int = 64,
         prewarm: int = 0,
+        max_layers: int = 24,
         at_once: int | None = None,
     ) -> None:
         self.home = home if isinstance(home, Home) else Home(home)
         self.max_running, self.prewarm = max_running, prewarm
+        self.max_layers = max_layers
         self._starting = asyncio.Semaphore(at_once or max(2, os.cpu_count() or 2) * 2)
         self._launcher = Launcher(self.home)
         self._ready: list[tuple[Any, BoxRecord, Connection]] = []
@@ -64,6 +66,7 @@ class Pool:
             "runtime_root": str(layer),
             "agent": runtime.agent_argv(),
             "group": recovery.group_name(self.home, record.id),
+            "max_layers": self.max_layers,
             "limits": record.limits,
         }
 

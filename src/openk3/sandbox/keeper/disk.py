@@ -14,7 +14,6 @@ from openk3.sandbox.store.layers import merge, tree_bytes
 
 STEP_MB = 64  # uppers come in multiples, so that empty images can be kept ready
 MIN_MB = 16
-MAX_LAYERS = 24
 
 
 class Disk:
@@ -155,17 +154,21 @@ class Disk:
         if self.upper_id:
             (self.live / self.upper_id).unlink(missing_ok=True)
 
-    def compact(self) -> tuple[list[str], str] | None:
-        """Merge all layers into one new one; (the old list, the new name), or None if few."""
-        if len(self.layers) < MAX_LAYERS:
-            return None
+    def merge_layers(self) -> str:
+        """One new sealed layer that means what the present ones mean together; its name."""
         name = new_id("l")
         aside = self.home.tmp / name
         layers = [Path(self.shown[layer]) for layer in self.layers]
         merge(layers, aside, self.root, [Path("r"), Path("t")])
         os.rename(aside, self.home.layers / name)
         _fsync(self.home.layers)
-        return list(self.layers), name
+        return name
+
+    def replace_layers(self, layers: list[str]) -> None:
+        """What the next generation is built on; the mounted root stays as it is."""
+        for layer in layers:
+            self._show_layer(layer)
+        self.layers = list(layers)
 
     def used_bytes(self) -> int:
         """Bytes of the live upper and the sealed layers."""

@@ -47,7 +47,6 @@ class Keeper:
         self.tasks: set[asyncio.Task[Any]] = set()
         self.last_activity = time.monotonic()
         self.num_oom_kills = 0
-        self.layers_merged: tuple[list[str], str] | None = None
 
     # -- life -------------------------------------------------------------------------------
 
@@ -70,7 +69,8 @@ class Keeper:
         seconds = time.perf_counter() - started
         ready = {"ready": True, "seconds": seconds, "disk": self.machine.disk.uses_image}
         self.creator.send(frames.pack_json(0, frames.EVENT, {**ready, **self._info()}))
-        for work in (self._serve(self.creator), self._watch_machine(), self._tick()):
+        chores = (self._watch_machine(), self._tick(), self._compact())
+        for work in (self._serve(self.creator), *chores):
             self._spawn(work)
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, lambda: self._spawn(self._on_deadline("pause")))
@@ -332,6 +332,23 @@ class Keeper:
             raise
         self.record.previous = None
         self._save()
+        self._spawn(self._compact())
+
+    async def _compact(self) -> None:
+        """Keep the chain of layers short, beside the running machine."""
+        if not (self.record.image and self.record.own_image):
+            return
+        with self.home.using():
+            manifest = ImageManifest.load(ImageManifest.path(self.home, self.record.image))
+            try:
+                merged = await asyncio.to_thread(self.machine.compact, manifest)
+            except OSError as error:
+                events.emit(self.home, "compaction_failed", self.record.id, reason=str(error))
+                return
+            if merged and self.record.image == manifest.id and not self.busy and self.committed:
+                self.machine.disk.replace_layers(merged.layers)
+                self.record.image = merged.id
+                self._save()
 
     async def _quiesce(self) -> None:
         try:

@@ -5,7 +5,7 @@ import os
 import shutil
 import time
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class Plan:
     runtime_root: str
     agent: list[str]
     group: str
+    max_layers: int
     limits: dict[str, Any]
 
 
@@ -193,6 +194,28 @@ class Machine:
         """Run on after a commit, as the image's first user."""
         self.disk.mount(manifest.layers)
         return self._launch(self.image_folder(manifest) if manifest.memory else None)
+
+    def compact(self, manifest: ImageManifest) -> ImageManifest | None:
+        """The same image over one merged layer, or None while there are few. Takes its time.
+
+        Sealed layers never change, so the machine may run and even be saved meanwhile.
+        """
+        if len(manifest.layers) <= self.plan.max_layers or manifest.layers != self.disk.layers:
+            return None
+        old = self.home.images / manifest.id
+        merged = replace(manifest, id=new_id("g"), layers=[self.disk.merge_layers()])
+        aside = self.home.tmp / new_id("i")
+        aside.mkdir()
+        if manifest.packed:
+            name = f"{manifest.id}.recipe"
+            os.link(self.home.pages / name, self.home.pages / f"{merged.id}.recipe")
+        else:
+            for name in manifest.files:
+                os.link(old / name, aside / name)
+        merged.save(aside / "manifest.json")
+        os.rename(aside, self.home.images / merged.id)
+        fsync_dir(self.home.images)
+        return merged
 
     # -- ending -----------------------------------------------------------------------------
 
