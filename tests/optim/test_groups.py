@@ -8,6 +8,7 @@ import torch
 from openk3.config import preset
 from openk3.errors import InputError
 from openk3.model.k3 import K3
+from openk3.model.vision import Projector, VisionTower
 from openk3.optim.groups import RULES, assign, assign_all
 from shapes_of_k3 import published_shapes
 
@@ -107,17 +108,42 @@ def test_k3_head_blocks():
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
+    ("name", "kind", "rows"),
     [
-        ("vision_tower.encoder.blocks.0.norm0.weight", "plain"),
-        ("vision_tower.patch_embed.pos_emb.weight", "plain"),
-        ("vision_tower.encoder.blocks.0.wqkv.weight", "matrix"),
-        ("mm_projector.post_norm.weight", "plain"),
-        ("mm_projector.proj.0.weight", "matrix"),
+        ("vision_tower.encoder.blocks.0.norm0.weight", "plain", ()),
+        ("vision_tower.encoder.final_layernorm.weight", "plain", ()),
+        ("vision_tower.patch_embed.pos_emb.weight", "plain", ()),
+        ("vision_tower.patch_embed.proj.weight", "matrix", ()),
+        ("vision_tower.encoder.blocks.0.wqkv.weight", "muon", (128,)),
+        ("vision_tower.encoder.blocks.26.wo.weight", "muon", (1024,)),
+        ("vision_tower.encoder.blocks.0.mlp.fc0.weight", "muon", (4096,)),
+        ("mm_projector.post_norm.weight", "plain", ()),
+        ("mm_projector.proj.2.weight", "muon", (7168,)),
     ],
 )
-def test_vision_is_adamw(name, kind):
-    assert assign(name, torch.empty(4, 4), NANO).kind == kind
+def test_vision(name, kind, rows):
+    config = preset("k3")
+    with torch.device("meta"):
+        shapes = {n: tuple(p.shape) for n, p in eyes(config).items()}
+    found = assign(name, torch.empty(shapes[name], device="meta"), config)
+    assert (found.kind, found.rows) == (kind, rows)
+
+
+def test_every_vision_parameter_once():
+    config = preset("k3")
+    with torch.device("meta"):
+        parameters = eyes(config)
+    found = assign_all(parameters.items(), config)
+    assert [a.name for a in found] == list(parameters)
+    assert sum(a.kind == "muon" for a in found) == 27 * 4 + 2
+
+
+def eyes(config):
+    """Vision parameters by name."""
+    both = torch.nn.ModuleDict(
+        {"vision_tower": VisionTower(config.vision), "mm_projector": Projector(config.vision)}
+    )
+    return dict(both.named_parameters())
 
 
 def test_prefixes_do_not_matter():
@@ -138,6 +164,8 @@ def test_unknown_names_and_shapes_are_refused():
 def test_every_rule_is_used():
     vision = [
         "vision_tower.a.norm0.weight",
+        "vision_tower.patch_embed.proj.weight",
+        "vision_tower.a.wqkv.weight",
         "mm_projector.proj.0.weight",
         "layers.9.eh_proj.weight",
     ]

@@ -13,17 +13,21 @@ from openk3.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from openk3.data.dataset import Dataset
     from openk3.data.sources import Source
+    from openk3.text.tokenizer import Tokenizer
 
 _USAGE = """usage: k3 data build PATH ... --out FOLDER (--vocab-size N | --tokenizer FILE) [options]
+       k3 data draw FOLDER [--count N]
        k3 data info FOLDER [--json]
 
-  build   text files, JSONL files or folders of source files -> tokenizer and token shards
+  build   text files, JSONL files or folders of source files -> tokenizer and token shards;
+          --pictures: a JSONL file of pictures and captions
+  draw    pictures of shapes and digits with captions, to try the former
   info    verify every checksum of a dataset folder and say what it holds"""
 
 
 def main(argv: list[str]) -> int:
     """Run `k3 data ...`. Returns the exit code."""
-    actions = {"build": _build, "info": _info}
+    actions = {"build": _build, "draw": _draw, "info": _info}
     if not argv or argv[0] in ("-h", "--help"):
         print(_USAGE)
         return 0 if argv else 2
@@ -36,20 +40,57 @@ def main(argv: list[str]) -> int:
 
 def _build(argv: list[str]) -> int:
     options = _build_parser().parse_args(argv)
-    from openk3.data.build import build
     from openk3.text.tokenizer import load
 
     started = time.monotonic()
-    dataset = build(
+    tokenizer = load(options.tokenizer) if options.tokenizer else None
+    make = _build_pictures if options.pictures else _build_text
+    dataset = make(options, tokenizer)
+    _report(dataset, options.json, seconds=round(time.monotonic() - started, 1))
+    return 0
+
+
+def _build_text(options: argparse.Namespace, tokenizer: "Tokenizer | None") -> "Dataset":
+    from openk3.data.build import build
+
+    return build(
         _source(options),
         options.out,
-        tokenizer=load(options.tokenizer) if options.tokenizer else None,
+        tokenizer=tokenizer,
         vocab_size=options.vocab_size,
         held_out=options.held_out,
         end_of_text=options.end_of_text,
         note=" ".join(map(str, options.paths)) or f"local corpus of {options.local_corpus:g} MB",
     )
-    _report(dataset, options.json, seconds=round(time.monotonic() - started, 1))
+
+
+def _build_pictures(options: argparse.Namespace, tokenizer: "Tokenizer | None") -> "Dataset":
+    from openk3.data.build_pictures import build_pictures, read_records
+    from openk3.text.image import ImageProcessor
+
+    if len(options.paths) != 1:
+        raise ConfigError("--pictures takes one JSONL file of records")
+    return build_pictures(
+        read_records(options.paths[0]),
+        options.out,
+        processor=ImageProcessor(patch_size=options.patch_size),
+        tokenizer=tokenizer,
+        vocab_size=options.vocab_size,
+        held_out=options.held_out,
+        note=f"pictures of {options.paths[0]}",
+    )
+
+
+def _draw(argv: list[str]) -> int:
+    parser = common.parser("data draw", "Draw pictures of shapes and digits, with captions.")
+    parser.add_argument("path", type=Path, metavar="FOLDER", help="must not exist yet")
+    parser.add_argument("--count", type=common.positive, default=16000, help="default: 16000")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(argv)
+    from openk3.data.drawings import write_drawings
+
+    records = write_drawings(options.path, options.count, seed=options.seed)
+    print(f"{options.count:,} pictures; next: k3 data build --pictures {records} ...")
     return 0
 
 
@@ -71,6 +112,10 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--field", default="text", metavar="NAME", help=field)
     cut = "cut longer documents, after a line where possible (default: 1M)"
     add("--document-bytes", type=common.positive, default=1 << 20, metavar="N", help=cut)
+    pictures = "PATH is a JSONL file of {image, text}: see docs/vision.md"
+    add("--pictures", action="store_true", help=pictures)
+    patch = "pixels along a patch of the model that will look at the pictures (default: 14)"
+    add("--patch-size", type=common.positive, default=14, metavar="N", help=patch)
     end = "special token that ends each document (default: [EOS])"
     add("--end-of-text", default="[EOS]", metavar="NAME", help=end)
     common.add_json(parser)

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from pathlib import Path
 
 from openk3.cli import common, speak
 
@@ -14,6 +15,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--expert-cache-gb", type=float, metavar="GB",
                         help="leave the experts of a model folder on disk, behind a cache of so "
                         "many 10^9 bytes, so that the model may be larger than memory")  # fmt: skip
+    picture = "a picture to look at before the text; may be given several times"
+    parser.add_argument("--image", action="append", type=Path, metavar="FILE", help=picture)
     common.add_threads(parser)
     common.add_json(parser)
     options = parser.parse_args(argv)
@@ -23,6 +26,9 @@ def main(argv: list[str]) -> int:
     speaker = speak.open_speaker(
         options.model, options.device, options.dtype, expert_cache_gb=options.expert_cache_gb
     )
+    images = speaker.look(options.image) if options.image else None
+    segments = [(text, True) for text in images.prompts] if images else []
+    ids = speaker.tokenizer.encode_segments([*segments, (prompt, False)])
     pieces: list[str] = []
 
     def say(piece: str) -> None:
@@ -34,7 +40,7 @@ def main(argv: list[str]) -> int:
     if not options.json:
         sys.stdout.write(prompt)
     started = time.perf_counter()
-    new = speaker.complete(speaker.tokenizer.encode(prompt), options, say)
+    new = speaker.complete(ids, options, say, images)
     seconds = time.perf_counter() - started
     streamed = speaker.stream_stats()
     if options.json:

@@ -98,6 +98,8 @@ def results(trainer: "Trainer", folder: Path) -> dict[str, Any]:
         "skipped_steps": trainer.stepper.guard.num_bad,
         "bits_per_byte": None if score is None else score.bits_per_byte,
         "held_out_bytes": None if score is None else score.num_bytes,
+        "captions": None if score is None else score.num_captions,
+        "captions_right": None if score is None else score.exact,
     }
 
 
@@ -111,6 +113,12 @@ def render(facts: dict[str, Any]) -> str:
     if facts["bits_per_byte"] is not None:
         score, size = facts["bits_per_byte"], facts["held_out_bytes"]
         lines.append(f"held-out {score:.4f} bits/byte over {size:,} bytes")
+    if facts["captions_right"] is not None:
+        lines.append(
+            f"captions {facts['captions_right']:.1%} right of {facts['captions']:,} held out"
+        )
+        lines += [f"look:  {folder}/report.html", f"see:   k3 generate {folder} --image FILE"]
+        return "\n".join(lines) + "\n"
     lines.append(f"look:  {folder}/report.html")
     lines.append(f'talk:  k3 generate {folder} "def "    k3 chat {folder}')
     return "\n".join(lines) + "\n"

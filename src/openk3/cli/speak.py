@@ -1,7 +1,7 @@
 """What the verbs that let a model speak share: opening it, and its words as they come."""
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +12,7 @@ from openk3.obs.progress import Progress
 if TYPE_CHECKING:
     from openk3.checkpoint.experts import CacheStats
     from openk3.model.k3 import K3
+    from openk3.text.image import ImageInputs
     from openk3.text.tokenizer import Tokenizer
 
 Say = Callable[[str], object]
@@ -19,10 +20,20 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Speaker:
-    """A model and its tokenizer."""
+    """A model, its tokenizer, and the folder they came from."""
 
     model: "K3"
     tokenizer: "Tokenizer"
+    folder: Path
+
+    def look(self, paths: Sequence[Path]) -> "ImageInputs":
+        """Prepare pictures as this model wants them. Raises DataError naming a bad one."""
+        from openk3.model.media import require_vision
+        from openk3.text.image import ImageProcessor
+
+        vision = require_vision(self.model.config)
+        sizes = {"patch_size": vision.patch_size, "merge_size": vision.merge_kernel_size[0]}
+        return ImageProcessor.load(self.folder, **sizes)(paths)
 
     def stream_stats(self) -> "CacheStats | None":
         """Counts of the expert cache, if experts are streamed."""
@@ -31,9 +42,16 @@ class Speaker:
         return stream_stats(self.model)
 
     def complete(
-        self, ids: list[int], options: Namespace, say: Callable[[str], object]
+        self,
+        ids: list[int],
+        options: Namespace,
+        say: Callable[[str], object],
+        images: "ImageInputs | None" = None,
     ) -> list[int]:
-        """Continue `ids`; `say` receives the text as soon as it is whole. Returns the new ids."""
+        """Continue `ids`, in which one media id stands for each of `images`.
+
+        `say` receives the text as soon as it is whole. Returns the new ids.
+        """
         import torch
 
         decoder = self.tokenizer.stream_decoder(skip_special=True)
@@ -46,8 +64,14 @@ class Speaker:
 
         # a text begins after an end-of-text token, as in training
         prompt = ids or [self.tokenizer.eos_id]
+        place = self.model.lm_head.weight.device
+        seen = {}
+        if images is not None:
+            seen["pixel_values"] = torch.from_numpy(images.pixel_values).to(place)
+            seen["grid_thws"] = torch.from_numpy(images.grid_thws).to(place)
         self.model.generate(
-            torch.tensor([prompt], device=self.model.lm_head.weight.device),
+            torch.tensor([prompt], device=place),
+            **seen,
             max_new_tokens=options.max_tokens,
             temperature=options.temperature,
             top_p=options.top_p,
@@ -97,7 +121,7 @@ def open_speaker(
             )
         trained = load_trained(path, device=place, dtype=kind)
         home = path if (path / "checkpoints").is_dir() else path.parent.parent
-        return Speaker(trained.model, load_tokenizer(home))
+        return Speaker(trained.model, load_tokenizer(home), home)
     from openk3 import checkpoint
 
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
@@ -110,4 +134,4 @@ def open_speaker(
             expert_cache_gb=expert_cache_gb,
             progress=bar.advance,
         )
-    return Speaker(model, load_tokenizer(path))
+    return Speaker(model, load_tokenizer(path), path)

@@ -125,7 +125,8 @@ class Dataset:
         self.tokenizer_path = self.path / TOKENIZER if self.tokenizer_sha256 else None
         self._shards: list[tuple[Shard, ShardInfo]] = []
         self.splits = {name: self._open_split(name, info) for name, info in infos.items()}
-        small = sum(s.path.stat().st_size for s, _ in self._shards) < _SMALL
+        files = [shard.path for shard, _ in self._shards] + [p for p in digests if p.is_file()]
+        small = sum(path.stat().st_size for path in files) < _SMALL
         if verify or (verify is None and small):
             self._verify(digests)
         self.token_bytes = self._read_token_bytes(self.path / TOKEN_BYTES)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from openk3.data.dataset import Split
-from openk3.data.rows import IGNORE, InOrder, Row, RowSource
+from openk3.data.rows import IGNORE, FiniteRows, InOrder, Row, RowSource
 from openk3.errors import ConfigError
 
 
@@ -27,6 +27,10 @@ class Batch:
     num_tokens  targets that are not IGNORE
     num_bytes   raw text bytes that those targets stand for (an end-of-text token stands for none):
                 summed loss / ln 2 / num_bytes is bits per byte
+    whole_rows  whether every row is one sequence, padding aside: then rows need no packing
+    valid       [B, T] bool: False is padding; None when there is none
+    pixel_values [N, 3, P, P] float32 and grid_thws [pictures, 3] int64: what stands at the media
+                ids, in order; None without pictures
     """
 
     input_ids: torch.Tensor
@@ -34,16 +38,27 @@ class Batch:
     cu_seqlens: torch.Tensor
     num_tokens: int
     num_bytes: int
+    whole_rows: bool = False
+    valid: torch.Tensor | None = None
+    pixel_values: torch.Tensor | None = None
+    grid_thws: torch.Tensor | None = None
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that are not padding."""
+        return self.input_ids.numel() if self.valid is None else int(self.valid.sum())
 
     def packed(self) -> "Batch":
         """The same batch as one row [1, B * T], which is how a model takes `cu_seqlens`."""
-        flat = {n: getattr(self, n).reshape(1, -1) for n in ("input_ids", "targets")}
-        return replace(self, **flat)
+        flat = ("input_ids", "targets", "valid")
+        return replace(self, **{n: t.reshape(1, -1) for n, t in self._tensors() if n in flat})
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on `device`."""
-        names = ("input_ids", "targets", "cu_seqlens")
-        return replace(self, **{n: getattr(self, n).to(device) for n in names})
+        return replace(self, **{n: t.to(device) for n, t in self._tensors()})
+
+    def _tensors(self) -> list[tuple[str, torch.Tensor]]:
+        return [(n, t) for n, t in vars(self).items() if isinstance(t, torch.Tensor)]
 
 
 def collate(rows: Sequence[Row], seq_len: int, pad_id: int) -> Batch:
@@ -57,13 +72,27 @@ def collate(rows: Sequence[Row], seq_len: int, pad_id: int) -> Batch:
         padding = np.arange(n, n + (0 < n < seq_len))
         begins.append(b * seq_len + np.concatenate([[0], row.starts, padding]))
     cu_seqlens = np.append(np.concatenate(begins), len(rows) * seq_len).astype(np.int32)
+    lengths = np.array([len(row.inputs) for row in rows])
+    valid = np.arange(seq_len) < lengths[:, None]
+    patches = [row.patches for row in rows if row.patches is not None]
     return Batch(
         input_ids=torch.from_numpy(inputs),
         targets=torch.from_numpy(targets),
         cu_seqlens=torch.from_numpy(cu_seqlens),
         num_tokens=int((targets != IGNORE).sum()),
         num_bytes=sum(row.num_bytes for row in rows),
+        whole_rows=not any(len(row.starts) for row in rows),
+        valid=None if valid.all() else torch.from_numpy(valid),
+        pixel_values=_joined([p.values for p in patches]),
+        grid_thws=_joined([p.grids for p in patches]),
     )
+
+
+def _joined(arrays: list[np.ndarray]) -> torch.Tensor | None:
+    """All arrays one after another; None when they hold nothing."""
+    if not any(map(len, arrays)):
+        return None
+    return torch.from_numpy(np.concatenate(arrays))
 
 
 class Loader:
@@ -116,6 +145,13 @@ def eval_batches(
     batches of the same shape (the last ones may be all padding), so collectives stay in step.
     """
     rows = InOrder(split, seq_len, num_context)
+    return batches_in_order(rows, batch_rows, rank=rank, world_size=world_size)
+
+
+def batches_in_order(
+    rows: FiniteRows, batch_rows: int, *, rank: int = 0, world_size: int = 1
+) -> Iterator[Batch]:
+    """A rank's share of finite rows, in order. All ranks get equally many batches."""
     loader = Loader(rows, batch_rows, rank=rank, world_size=world_size)
     while loader.position < rows.num_rows:
         yield next(loader)

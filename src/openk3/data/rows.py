@@ -15,7 +15,7 @@ Only an epoch's last window can be shorter than T.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -27,15 +27,25 @@ from openk3.errors import ConfigError, DataError, InputError
 IGNORE = -100
 
 
+class Patches(NamedTuple):
+    """Pictures of a row: values [N, 3, P, P] float32 as the model reads them, grids [pictures, 3]
+    int64 (frames, rows and columns of patches)."""
+
+    values: np.ndarray
+    grids: np.ndarray
+
+
 @dataclass(frozen=True)
 class Row:
     """inputs and targets [n] int64, n <= T (target IGNORE: context only); starts: where in the row,
-    beyond 0, a new sequence begins; num_bytes: raw bytes that the targets stand for."""
+    beyond 0, a new sequence begins; num_bytes: raw bytes that the targets stand for; patches: the
+    pictures at the media ids."""
 
     inputs: np.ndarray
     targets: np.ndarray
     starts: np.ndarray
     num_bytes: int
+    patches: Patches | None = None
 
 
 class RowSource(Protocol):
@@ -45,6 +55,12 @@ class RowSource(Protocol):
     dataset: Dataset
 
     def row(self, index: int) -> Row: ...
+
+
+class FiniteRows(RowSource, Protocol):
+    """Rows to be taken once; from `num_rows` on they are empty."""
+
+    num_rows: int
 
 
 def _check_lengths(split: Split, seq_len: int) -> None:

@@ -125,7 +125,7 @@ def _write_index(
     tokenizer: Tokenizer | None,
     source: Mapping[str, Any] | None,
 ) -> None:
-    shards = {path.name for path in folder.iterdir()}
+    shards = {shard.file for info in writer.splits.values() for shard in info.shards}
     (folder / TOKEN_BYTES).write_bytes(lengths.tobytes())
     if tokenizer is not None:
         tokenizer.save(folder)

@@ -84,6 +84,8 @@ class EvalRow(Row):
     """Target tokens scored."""
     num_bytes: int
     """Bytes they stand for."""
+    exact: float | None = None
+    """Of documents with pictures: the share whose text was predicted to the last token."""
 
 
 @dataclass(frozen=True, kw_only=True)

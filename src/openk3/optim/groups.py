@@ -3,6 +3,7 @@
 K3 report §2.5 orthogonalises the momentum of Q, K and V per head. We cut every projection whose
 rows belong to heads: KDA q, k, v, the decay's up-projection and the output gate; MLA q_b, and kv_b
 into the keys and values of each head. Matrices that mix heads stay whole; an expert is a matrix.
+The vision tower, trained from scratch beside the text (§2.4), is cut likewise: q, k, v by head.
 """
 
 import re
@@ -50,13 +51,24 @@ def _mla_keys_values(config: ModelConfig, layer: int) -> tuple[int, ...]:
     return (config.qk_nope_head_dim, config.v_head_dim)
 
 
+def _tower_heads(config: ModelConfig, layer: int) -> tuple[int, ...]:
+    vision = config.vision
+    return () if vision is None else (vision.qkv_hidden_size // vision.vt_num_attention_heads,)
+
+
 def _whole(config: ModelConfig, layer: int) -> tuple[int, ...]:
     return ()
 
 
 RULES: tuple[tuple[str, Kind, Rows], ...] = (
     (r"(vision_tower|mm_projector)\.(.*norm\d?\.weight|.*pos_emb\.weight)", "plain", _whole),
-    (r"(vision_tower|mm_projector)\..*", "matrix", _whole),
+    (r"vision_tower\.patch_embed\.proj\.weight", "matrix", _whole),  # reads pixels, as an embedding
+    (r"vision_tower\..*\.wqkv\.weight", "muon", _tower_heads),
+    (
+        r"vision_tower\..*\.(wo|mlp\.fc[01])\.weight|mm_projector\.proj\.[02]\.weight",
+        "muon",
+        _whole,
+    ),
     (r"(embed_tokens|lm_head)\.weight", "embed", _whole),
     (r".*_res_proj\.weight", "plain", _whole),  # AttnRes queries: one row each
     (r".*(norm|conv1d)\.weight|.*\.(A_log|dt_bias)", "plain", _whole),

@@ -19,6 +19,7 @@ import numpy as np
 
 from openk3.errors import ConfigError
 from openk3.text.image_file import check_mode, open_image, pillow
+from openk3.text.special_tokens import MEDIA_BEGIN, MEDIA_CONTENT, MEDIA_END, MEDIA_PAD
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -42,7 +43,7 @@ _FIXED = {
 
 def image_prompt(width: int, height: int) -> str:
     """The text that stands for a picture of this original size; encode it with specials enabled."""
-    return f"<|media_begin|>image {width}x{height}<|media_content|><|media_pad|><|media_end|>"
+    return f"{MEDIA_BEGIN}image {width}x{height}{MEDIA_CONTENT}{MEDIA_PAD}{MEDIA_END}"
 
 
 class ImageInputs(NamedTuple):
@@ -144,37 +145,38 @@ class ImageProcessor:
 
     def __call__(self, images: Sequence[Image | str | Path | bytes]) -> ImageInputs:
         """Prepare pictures: decoded ones, paths, or bytes of files. Raises DataError naming one."""
-        patches, grids, prompts = [], [], []
+        patches, grids, prompts = [self._none()], [], []
         for i, source in enumerate(images):
             image = open_image(source) if isinstance(source, str | Path | bytes) else source
             check_mode(image, getattr(image, "filename", "") or f"image {i}")
-            patches.append(self._patches(image))
+            patches.append(self.patches(image))
             grids.append(self.grid(*image.size))
             prompts.append(image_prompt(*image.size))
-        side = self.patch_size
-        return ImageInputs(
-            np.concatenate([np.empty((0, 3, side, side), np.float32), *patches]),
-            np.array(grids, np.int64).reshape(-1, 3),
-            prompts,
-        )
+        values = self.normalise(np.concatenate(patches))
+        return ImageInputs(values, np.array(grids, np.int64).reshape(-1, 3), prompts)
 
-    def _patches(self, image: Image) -> np.ndarray:
+    def patches(self, image: Image) -> np.ndarray:
+        """A decoded picture's patches [N, 3, P, P] uint8, resized and padded, row by row."""
         _, down, across = self.grid(*image.size)
         side = self.patch_size
         pixels = _resized_rgb(image, self.size(*image.size))
         padded = np.zeros((down * side, across * side, 3), np.uint8)
         padded[: pixels.shape[0], : pixels.shape[1]] = pixels
-        patches = padded.reshape(down, side, across, side, 3).transpose(0, 2, 4, 1, 3)
-        out = np.empty(patches.shape, np.float32)
-        for channel, values in enumerate(self._values()):
-            out[:, :, channel] = values[patches[:, :, channel]]
-        return out.reshape(-1, 3, side, side)
+        cut = padded.reshape(down, side, across, side, 3).transpose(0, 2, 4, 1, 3)
+        return cut.reshape(-1, 3, side, side)
 
-    def _values(self) -> np.ndarray:
-        """[3, 256] float32: what each byte becomes in each channel."""
+    def normalise(self, patches: np.ndarray) -> np.ndarray:
+        """patches [N, 3, P, P] uint8 -> (x / 255 - mean) / std, float32."""
         unit = (np.arange(256) / 255.0).astype(np.float32)
         mean, std = np.array([self.mean, self.std], np.float32)[..., None]
-        return (unit - mean) * (1 / std)
+        values = (unit - mean) * (1 / std)
+        out = np.empty(patches.shape, np.float32)
+        for channel in range(3):
+            out[:, channel] = values[channel][patches[:, channel]]
+        return out
+
+    def _none(self) -> np.ndarray:
+        return np.empty((0, 3, self.patch_size, self.patch_size), np.uint8)
 
 
 _PUBLISHED = {

@@ -102,6 +102,5 @@ def _refusal(image: ImageFile, max_pixels: int) -> str | None:
         return f"declares {width} x {height} pixels; at most {max_pixels} in all are decoded"
     # a JPEG with a preview or gain map beside it (MPO) shows its first picture
     if image.format != "MPO" and getattr(image, "is_animated", False):
-        frames = getattr(image, "n_frames", "several")
-        return f"holds {frames} frames; expected a still picture: save the frame you mean"
+        return "is animated; expected a still picture: save the frame you mean"
     return None

@@ -38,7 +38,7 @@ class Journal:
         """The row and the line of a step."""
         if self.run is None:
             return
-        speed = result.num_tokens / seconds
+        speed = result.num_positions / seconds
         row = StepRow(
             loss=result.loss,
             lr=lr,
@@ -67,10 +67,15 @@ class Journal:
             bits_per_byte=found.bits_per_byte,
             num_tokens=found.num_tokens,
             num_bytes=found.num_bytes,
+            exact=found.exact,
             **axes,
         )
         self.write(row)
-        self.say(f"eval {split}: {found.bits_per_byte:.4f} bits/byte ({found.num_bytes:,} bytes)")
+        captions = "" if found.exact is None else f", {found.exact:.1%} of captions right"
+        self.say(
+            f"eval {split}: {found.bits_per_byte:.4f} bits/byte ({found.num_bytes:,} bytes)"
+            + captions
+        )
 
     def sample(self, prompt: str, text: str, axes: dict[str, Any]) -> None:
         """What the model wrote."""

@@ -110,8 +110,8 @@ class Trainer:
         )
         seconds = time.perf_counter() - started
         progress.step = step
-        progress.tokens += result.num_tokens
-        progress.flops += result.num_tokens * self.journal.flops_per_token
+        progress.tokens += result.num_positions
+        progress.flops += result.num_positions * self.journal.flops_per_token
         progress.seconds += seconds
         self.journal.step(result, lr, seconds, self.axes())
         self._give_up_if_diverged()

@@ -15,6 +15,7 @@ from openk3.config.recipe import Recipe
 from openk3.config.sizes import training_flops_per_token
 from openk3.data.dataset import Dataset
 from openk3.data.loader import Loader
+from openk3.data.pictures import has_pictures
 from openk3.errors import ConfigError, StorageError
 from openk3.model.k3 import K3
 from openk3.obs import log, sinks
@@ -22,6 +23,7 @@ from openk3.obs.run import RunFolder, is_run, read_config
 from openk3.optim.groups import assign_all
 from openk3.optim.optimizer import Optimizer
 from openk3.parallel.world import World
+from openk3.text.image import CONFIG_NAME as IMAGE_CONFIG
 from openk3.text.tokenizer import Tokenizer
 from openk3.text.tokenizer import load as load_tokenizer
 from openk3.train.guard import Guard
@@ -166,7 +168,7 @@ def training(
             log.get("train").warning("passed over a checkpoint: %s", sentence)
         checkpoints.sweep()
         trainer.journal.run, trainer.checkpoints = run, checkpoints
-        if tokenizer := _keep_tokenizer(data.datasets[0], folder):
+        if tokenizer := _keep_companions(data.datasets, folder):
             trainer.sampler = make_sampler(recipe, trainer.model, tokenizer)
         yield trainer
 
@@ -206,12 +208,18 @@ def _open_folder(trainer: Trainer, folder: Path, resume: bool) -> RunFolder:
     return RunFolder.create(folder, to_dict(trainer.recipe), **facts)
 
 
-def _keep_tokenizer(dataset: Dataset, folder: Path) -> Tokenizer | None:
-    """Copy the data's tokenizer beside the checkpoints, so that the run can speak by itself."""
-    if dataset.tokenizer_path is None:
-        return None
-    kept = folder / dataset.tokenizer_path.name
+def _keep_companions(datasets: list[Dataset], folder: Path) -> Tokenizer | None:
+    """Copy the data's tokenizer, and how its pictures were prepared, beside the checkpoints, so
+    that the run can speak and see by itself."""
+    for dataset in filter(has_pictures, datasets[::-1]):
+        _copy(dataset.path / IMAGE_CONFIG, folder)
+    path = datasets[0].tokenizer_path
+    return None if path is None else load_tokenizer(_copy(path, folder))
+
+
+def _copy(path: Path, folder: Path) -> Path:
+    kept = folder / path.name
     if not kept.exists():
         with atomic_file(kept) as handle:
-            handle.write(dataset.tokenizer_path.read_bytes())
-    return load_tokenizer(kept)
+            handle.write(path.read_bytes())
+    return kept

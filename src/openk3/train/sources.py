@@ -6,17 +6,18 @@ from dataclasses import dataclass
 from itertools import islice
 
 from openk3._io import sha256_file
-from openk3.config.recipe import Recipe
+from openk3.config.recipe import DataRecipe, Recipe
 from openk3.data.dataset import Dataset
-from openk3.data.loader import Batch, eval_batches
-from openk3.data.rows import Mixture, RowSource, Windows
+from openk3.data.loader import Batch, batches_in_order
+from openk3.data.pictures import PictureRows, PictureSplit, check_model, has_pictures
+from openk3.data.rows import InOrder, Mixture, RowSource, Windows
 from openk3.errors import ConfigError
 from openk3.parallel.world import World
 from openk3.text import special_tokens
 from openk3.text.tokenizer import load as load_tokenizer
 
-EVAL_ROWS = 4
-"""Rows of one evaluation batch."""
+EVAL_BATCH_TOKENS = 2048
+"""Positions of one evaluation batch."""
 SPECIAL_IDS = {
     "bos_token_id": special_tokens.BOS,
     "eos_token_id": special_tokens.END_OF_MSG,
@@ -61,18 +62,27 @@ def open_data(recipe: Recipe) -> Data:
                 f"vocab_size ({config.vocab_size}); pass --model.vocab_size {dataset.vocab_size} "
                 "or build the data with a smaller --vocab-size"
             )
+        if has_pictures(dataset):
+            check_model(dataset, config)
     if settings.eval_split and settings.eval_split not in datasets[0].splits:
         raise ConfigError(
             f"{datasets[0].path} has no split {settings.eval_split!r} to evaluate on; build it "
             'with --held-out above 0, or pass --data.eval_split "" to train without evaluation'
         )
-    sources = [Windows(d.split("train"), settings.sequence_tokens, settings.seed) for d in datasets]
-    source: RowSource = sources[0]
+    sources = [_training_rows(dataset, settings) for dataset in datasets]
+    source = sources[0]
     if len(sources) > 1:
-        weights = settings.weights or tuple(s.split.num_tokens for s in sources)
+        weights = settings.weights or tuple(d.split("train").num_tokens for d in datasets)
         source = Mixture(sources, weights, settings.seed)
     hashes = [sha256_file(d.path / "index.json")[:16] for d in datasets]
     return Data(datasets, source, "+".join(hashes))
+
+
+def _training_rows(dataset: Dataset, settings: DataRecipe) -> RowSource:
+    split = dataset.split("train")
+    if has_pictures(dataset):
+        return PictureRows(PictureSplit(split), settings.sequence_tokens, settings.seed)
+    return Windows(split, settings.sequence_tokens, settings.seed)
 
 
 def with_special_ids(recipe: Recipe, dataset: Dataset) -> Recipe:
@@ -91,13 +101,12 @@ def held_out(recipe: Recipe, data: Data, world: World, max_tokens: int) -> Itera
     """This process's held-out batches, about `max_tokens` tokens in all, or everything if 0."""
     length = recipe.data.sequence_tokens
     split = data.datasets[0].split(recipe.data.eval_split)
-    batches = eval_batches(
-        split,
-        length,
-        EVAL_ROWS,
-        num_context=length // 4,
-        rank=world.rank,
-        world_size=world.size,
-    )
-    per_batch = EVAL_ROWS * (length - length // 4) * world.size
+    if has_pictures(split.dataset):
+        context, rows = 0, PictureRows(PictureSplit(split), length, None)
+    else:
+        context = length // 4
+        rows = InOrder(split, length, context)
+    num_rows = max(1, EVAL_BATCH_TOKENS // length)
+    batches = batches_in_order(rows, num_rows, rank=world.rank, world_size=world.size)
+    per_batch = num_rows * (length - context) * world.size
     return islice(batches, max(1, max_tokens // per_batch)) if max_tokens else batches

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from openk3.config.recipe import OptimRecipe
 from openk3.data.loader import Batch
-from openk3.data.rows import IGNORE
 from openk3.model.k3 import K3
 from openk3.model.mtp import later_targets
 from openk3.model.ports import Probe
@@ -54,14 +53,18 @@ def mtp_loss(model: K3, hidden: Tensor, batch: Batch) -> Tensor:
 
 
 def packed_hidden(model: K3, batch: Batch, probe: Probe | None = None) -> Tensor:
-    """Final hidden states [1, B * T, d] of a batch packed into one row."""
-    padded = batch.num_tokens != batch.targets.numel()
-    return model.hidden(
-        batch.input_ids.view(1, -1),
-        cu_seqlens=batch.cu_seqlens,
-        valid=(batch.targets != IGNORE).view(1, -1) if padded else None,
+    """Final hidden states [1, B * T, d] of a batch, whose sequences do not see each other."""
+    # what follows a whole row's text is padding, which the text cannot see: no need to pack
+    rows = batch if batch.whole_rows else batch.packed()
+    hidden = model.hidden(
+        rows.input_ids,
+        cu_seqlens=None if batch.whole_rows else batch.cu_seqlens,
+        pixel_values=batch.pixel_values,
+        grid_thws=batch.grid_thws,
+        valid=rows.valid,
         probe=probe,
     )
+    return hidden.flatten(0, 1)[None]
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,9 @@ class StepResult:
     grad_norm: float
     """Before clipping."""
     num_tokens: int
+    """Targets."""
+    num_positions: int
+    """Positions computed, padding aside; more than the targets where pictures are read."""
     num_bytes: int
     bad: str | None
     """Why it was not applied."""
@@ -107,9 +113,11 @@ class Stepper:
         `probe` watches the first micro-batch. `before_update` runs before the balancing counts of
         the step are used up.
         """
-        counts = torch.tensor([[b.num_tokens, b.num_bytes] for b in batches]).sum(0)
+        counts = torch.tensor([[b.num_tokens, b.num_positions, b.num_bytes] for b in batches]).sum(
+            0
+        )
         counts = self.world.sum(counts.to(self.world.device))
-        num_tokens, num_bytes = (int(n) for n in counts)
+        num_tokens, num_positions, num_bytes = (int(n) for n in counts)
         total = self._gradients(batches, num_tokens, probe)
         grads = self.masters.grads()
         self.world.sum_all(grads)
@@ -120,7 +128,7 @@ class Stepper:
             before_update()
         peak, clipped = self._forget() if bad else self._update(grads, norm, lr)
         self.masters.clear_grads()
-        return StepResult(loss, norm, num_tokens, num_bytes, bad, peak, clipped)
+        return StepResult(loss, norm, num_tokens, num_positions, num_bytes, bad, peak, clipped)
 
     def _gradients(self, batches: Sequence[Batch], num_tokens: int, probe: Probe | None) -> Tensor:
         total = torch.zeros((), device=self.world.device)
