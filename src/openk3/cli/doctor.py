@@ -180,7 +180,12 @@ def tables() -> list[Any]:
 
     found = []
     for module in pkgutil.iter_modules(ops.__path__):
-        table = getattr(importlib.import_module(f"openk3.ops.{module.name}"), "BACKENDS", None)
+        try:
+            table = getattr(importlib.import_module(f"openk3.ops.{module.name}"), "BACKENDS", None)
+        except ModuleNotFoundError as error:
+            if error.name != "triton":
+                raise
+            continue  # a file of kernels, which is no table
         if isinstance(table, BackendTable):
             found.append(table)
     return found

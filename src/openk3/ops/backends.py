@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from openk3.errors import BackendError, nearest
 
 log = logging.getLogger(__name__)
@@ -48,16 +50,22 @@ class BackendTable:
 
     def resolve(self, requested: str | None = None, **facts: Any) -> Backend:
         """The requested backend, or the first usable one. Raises BackendError."""
+        name = self._choose(requested, **facts)
+        return next(b for b in self.backends if b.name == name)
+
+    @torch.compiler.assume_constant_result  # a compiled graph need not look into predicates
+    def _choose(self, requested: str | None, **facts: Any) -> str:
         if requested is not None:
-            return self._explicit(requested, facts)
+            self._check_explicit(requested, facts)
+            return requested
         for backend in self.backends:
             usable, reason = backend.usable(**facts)
             if usable:
                 self._say_once(backend.name, reason)
-                return backend
+                return backend.name
         raise AssertionError(f"{self.op}: the reference backend must always be usable")
 
-    def _explicit(self, requested: str, facts: dict[str, Any]) -> Backend:
+    def _check_explicit(self, requested: str, facts: dict[str, Any]) -> None:
         by_name = {b.name: b for b in self.backends}
         if requested not in by_name:
             raise BackendError(
@@ -67,7 +75,6 @@ class BackendTable:
         usable, reason = by_name[requested].usable(**facts)
         if not usable:
             raise BackendError(f"{self.op}: backend {requested!r} cannot run here: {reason}")
-        return by_name[requested]
 
     def _say_once(self, name: str, reason: str) -> None:
         if (name, reason) not in self._said:

@@ -27,7 +27,7 @@ def _triton() -> Any:
 
 
 def _triton_usable(
-    *, device: torch.device, dtype: torch.dtype, taps: int, **_: Any
+    *, device: torch.device, dtype: torch.dtype, taps: int = 4, **_: Any
 ) -> tuple[bool, str]:
     if dtype == torch.float64 or taps != 4:
         return False, f"the kernel takes 16- or 32-bit floats and 4 taps, not {dtype} and {taps}"

@@ -201,3 +201,9 @@ def test_compiled_graph_does_not_break():
 def test_a_cpu_cannot_be_made_to_run_it():
     with pytest.raises(BackendError, match="CUDA"):
         kda(**{n: t.bfloat16() for n, t in draw(1, 4, 1, 64, 1).items()}, backend="triton")
+
+
+def test_choosing_a_backend_does_not_break_a_graph():
+    x = draw(1, 4, 1, 16, 1)
+    compiled = torch.compile(lambda y: kda(**y)[0] * 2, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), kda(**x)[0] * 2)
