@@ -20,7 +20,7 @@ from openk3.checkpoint.experts.streamed import attach
 from openk3.checkpoint.hf.folder import Stack, Survey, open_folder
 from openk3.checkpoint.hf.layout import EXPERT_MATRICES, is_float32, parameters
 from openk3.checkpoint.hf.model_source import remember_folder
-from openk3.checkpoint.hf.read import DTYPES, FileReader, allocate, run_jobs
+from openk3.checkpoint.hf.read import DTYPES, FileReader, adjoining, allocate, run_jobs
 from openk3.checkpoint.hf.source import unpad_heads
 from openk3.config import ModelConfig
 from openk3.errors import CheckpointError, InputError
@@ -156,10 +156,10 @@ def _plan(
         return _copy(stack, "weight", reader, dtype)
     out = allocate(stack.parameter.shape, dtype or torch.bfloat16)
     packed, scale = stack.pieces["weight_packed"], stack.pieces["weight_scale"]
-    slices = out.unbind(0) if len(packed) > 1 else (out,)
+    stacked = out if len(packed) > 1 else out[None]
     jobs: list[Job] = []
-    for data, codes, piece in zip(packed, scale, slices, strict=True):
-        jobs.extend(reader.dequantise_jobs(data, codes, piece))
+    for run, (data, codes) in adjoining(packed, scale):
+        jobs.extend(reader.dequantise_jobs(data, codes, stacked[run]))
     return out, jobs
 
 
@@ -174,9 +174,10 @@ def _copy(
         return view, ()
     shape = entries[0].shape if len(entries) == 1 else (len(entries), *entries[0].shape)
     out = allocate(shape, dtype or stored)
+    stacked = out if len(entries) > 1 else out[None]
     jobs: list[Job] = []
-    for entry, piece in zip(entries, out.unbind(0) if len(entries) > 1 else (out,), strict=True):
-        jobs.extend(reader.copy_jobs(entry, piece))
+    for run, (entry,) in adjoining(entries):
+        jobs.extend(reader.copy_jobs(entry, stacked[run]))
     return out, jobs
 
 

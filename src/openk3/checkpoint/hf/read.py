@@ -8,7 +8,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from math import prod
@@ -30,9 +30,9 @@ DTYPES = {
     "U8": torch.uint8,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_BUFFER_BYTES = 256 << 10
+_BUFFER_BYTES = 1 << 20
+_PACKED_BYTES = 256 << 10  # MXFP4: its indices take four bytes each
 _JOB_BYTES = 16 << 20
-_GRAIN = 32768  # items of an operation that torch leaves on one thread; there are workers already
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -143,23 +143,18 @@ class FileReader:
             part = buffer[: min(_BUFFER_BYTES, num_bytes - done)]
             self.read_bytes(entry, offset + done, part)
             start, count = done // stored.itemsize, part.numel() // stored.itemsize
-            target = out[start : start + count]
-            for old, new in zip(part.view(stored).split(_GRAIN), target.split(_GRAIN), strict=True):
-                new.copy_(old)
+            out[start : start + count].copy_(part.view(stored))
         return num_bytes
 
     def _dequantise(self, packed: Entry, scale: Entry, start: int, out_NB: Tensor) -> int:
-        half, step = mx.BLOCK // 2, _BUFFER_BYTES // (mx.BLOCK // 2)
+        half, step = mx.BLOCK // 2, _PACKED_BYTES // (mx.BLOCK // 2)
         data, codes = self._buffer(0, _BUFFER_BYTES), self._buffer(1, step)
         for done in range(0, out_NB.shape[0], step):
             out = out_NB[done : done + step]
             count, first = out.shape[0], start + done
             self.read_bytes(packed, packed.offset + first * half, data[: count * half])
             self.read_bytes(scale, scale.offset + first, codes[:count])
-            blocks = data[: count * half].view(-1, half)
-            for begin in range(0, count, _GRAIN // half):
-                some = slice(begin, begin + _GRAIN // half)
-                e2m1.decode_into(blocks[some], codes[:count][some], out[some])
+            e2m1.decode_into(data[: count * half].view(-1, half), codes[:count], out)
         return out_NB.shape[0] * (half + 1)
 
     def _buffer(self, slot: int, num_bytes: int) -> Tensor:
@@ -181,6 +176,26 @@ class FileReader:
                 no_reserve = getattr(mmap, "MAP_NORESERVE", 0)
                 self._maps[path] = mmap.mmap(handle, 0, flags=mmap.MAP_PRIVATE | no_reserve)
             return self._maps[path]
+
+
+def adjoining(*parts: Sequence[Entry]) -> Iterator[tuple[slice, list[Entry]]]:
+    """Runs of a stack in which the tensors of every part follow each other in one file, each run
+    as one tensor: small experts are then read in large pieces."""
+    start, count = 0, len(parts[0])
+    for end in range(1, count + 1):
+        if end == count or not all(_follows(part[end - 1], part[end]) for part in parts):
+            yield slice(start, end), [_join(part[start:end]) for part in parts]
+            start = end
+
+
+def _follows(a: Entry, b: Entry) -> bool:
+    return (a.path, a.dtype, a.offset + a.num_bytes) == (b.path, b.dtype, b.offset)
+
+
+def _join(entries: Sequence[Entry]) -> Entry:
+    first, num_bytes = entries[0], sum(entry.num_bytes for entry in entries)
+    shape = (len(entries), *first.shape)
+    return Entry(first.name, first.dtype, shape, first.path, first.offset, num_bytes)
 
 
 def _close(files: dict[Path, int]) -> None:
