@@ -1,0 +1,108 @@
+"""What the scheduler tells a runner to do in one step, and what a runner answers.
+
+Memory is one pool of equal pages with ids 0 .. num_pages - 1. The layers are dealt into groups of
+one kind; a page id stands for one page in every layer of the group that holds it. A sequence has a
+list of pages for the MLA group (its latents, page_tokens to a page) and one page for each KDA group
+(its live state). A checkpoint is one page for each KDA group: read-only, at a known position.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from openk3.engine.types import Request, TokenLogprobs
+
+Tier = Literal["pool", "host"]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How a model's memory is cut into pages."""
+
+    page_tokens: int
+    page_bytes: int
+    """Of one layer; a page id takes `layers_per_group` times as much."""
+    num_pages: int
+    kda_groups: int
+    """KDA pages a sequence, and a checkpoint, take."""
+    layers_per_group: int
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Bytes of one page id to another, over all layers of its group."""
+
+    source: int
+    target: int
+    source_tier: Tier = "pool"
+    target_tier: Tier = "pool"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where the state after `position` tokens of a sequence is to be kept."""
+
+    position: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The part of one sequence that advances in this step."""
+
+    request: Request
+    slot: int
+    """0 .. max_running - 1, the sequence's own while it runs: row of a runner's buffers."""
+    token_ids: tuple[int, ...]
+    """New inputs; the last `num_drafts` of them are guesses to be verified."""
+    start: int
+    """Position of the first, = tokens whose memory the pages hold already."""
+    latent_pages: tuple[int, ...]
+    """MLA pages that hold positions 0 .. start + len(token_ids) - 1."""
+    state_pages: tuple[int, ...]
+    """The live state, one page a KDA group; what they hold at start 0 must not be read."""
+    checkpoints: tuple[Checkpoint, ...] = ()
+    """Wanted of this pass, at positions start .. start + len(token_ids) - num_drafts. The one at
+    `start` is taken before the pass; a state among drafts can never be asked for."""
+    num_drafts: int = 0
+    output_ids: tuple[int, ...] = ()
+    """What the request has generated so far, for penalties (drafts not included)."""
+    samples: bool = True
+    """Whether the last token is the sequence's last known one, so that a next one is chosen."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One forward pass. Poison first, then the copies in order, then the chunks."""
+
+    chunks: tuple[Chunk, ...]
+    copies: tuple[Copy, ...] = ()
+    poison: tuple[int, ...] = ()
+    """Pages to fill with NaN (debug)."""
+
+
+@dataclass(frozen=True)
+class ChunkResult:
+    """New ids of a chunk: the drafts that were accepted, and one more; () if it does not sample."""
+
+    new_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    error: str | None = None
+    """This request cannot go on (its logits are not finite); others are not concerned."""
+
+
+class Runner(Protocol):
+    """Runs steps. The one for models is `openk3.engine.runner`; tests script their own."""
+
+    geometry: Geometry
+    vocab_size: int
+    end_id: int
+    max_positions: int
+
+    def run(self, plan: StepPlan) -> Sequence[ChunkResult]:
+        """One result for each chunk, in order. Checkpoints have landed when it returns."""
+        ...
+
+    def forget(self, slot: int) -> None:
+        """The sequence of a slot is gone, or starts over (preemption)."""
+        ...
