@@ -53,7 +53,7 @@ def test_kda_layer(golden):
     fill(layer, t)
 
     def run(x, memory):
-        return layer(x, Context(LocalSequence(keep_state=True), memory))
+        return layer(x, Context(LocalSequence(), memory))
 
     memory = OneLayer()
     close(run(t["input/A_x"], memory), t["output/A_y"], 5e-6)

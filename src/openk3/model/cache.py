@@ -14,6 +14,9 @@ class DenseCache:
         self.latents: dict[int, tuple[Tensor, Tensor]] = {}
         self.num_tokens = 0
 
+    def advance(self, num_tokens: int) -> None:
+        self.num_tokens += num_tokens
+
     def kda(self, layer: int) -> KdaState | None:
         return self.kda_states.get(layer)
 

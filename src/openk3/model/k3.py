@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from openk3.config import ModelConfig
 from openk3.errors import InputError
 from openk3.model.block import K3Layer, attn_res
-from openk3.model.cache import DenseCache
 from openk3.model.generate import generate as generate_tokens
 from openk3.model.init import init_weights
 from openk3.model.layers import RMSNorm, linear
@@ -101,10 +100,9 @@ class K3(nn.Module):
         x = self.embed_tokens(input_ids)
         if pixel_values is not None or grid_thws is not None:
             x = splice(x, input_ids, self.images(pixel_values, grid_thws), self.config)
-        sequence = LocalSequence(cu_seqlens, keep_state=state is not None)
-        h = self.trunk(x, Context(sequence, state, valid, probe))
-        if isinstance(state, DenseCache):
-            state.num_tokens += input_ids.shape[1]
+        h = self.trunk(x, Context(LocalSequence(cu_seqlens), state, valid, probe))
+        if state is not None:
+            state.advance(input_ids.shape[1])
         return h
 
     def images(self, pixel_values: Tensor | None, grid_thws: Tensor | None) -> Tensor:
@@ -147,7 +145,7 @@ class K3(nn.Module):
             )
         limit = self.config.max_position_embeddings
         if cu_seqlens is None:
-            past = state.num_tokens if isinstance(state, DenseCache) else 0
+            past = 0 if state is None else state.num_tokens
             if past + ids.shape[1] > limit:
                 raise InputError(
                     f"a sequence of {past + ids.shape[1]} tokens exceeds the model's limit of "

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from openk3.config import ModelConfig
 from openk3.model.layers import RMSNorm, linear
-from openk3.model.ports import Context, KdaState
-from openk3.ops.norm import gated_head_norm
+from openk3.model.ports import Context, KdaInputs, KdaWeights
 
 
 class ShortConv(nn.Module):
@@ -42,29 +41,18 @@ class KimiDeltaAttention(nn.Module):
         self.o_proj = linear(inner, dim)
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
-        old = None if ctx.state is None else ctx.state.kda(self.layer)
-        conv = ctx.sequence.conv
-        q, conv_q = conv(self.q_proj(x), self.q_conv1d.weight, old and old.conv_q)
-        k, conv_k = conv(self.k_proj(x), self.k_conv1d.weight, old and old.conv_k)
-        v, conv_v = conv(self.v_proj(x), self.v_conv1d.weight, old and old.conv_v)
         g = self._heads(self.f_b_proj(self.f_a_proj(x)))
         if ctx.probe is not None:
             ctx.probe.decayed(self.layer, g.detach(), self.A_log.detach(), self.dt_bias.detach())
-        o, S = ctx.sequence.kda(
-            self._heads(q),
-            self._heads(k),
-            self._heads(v),
-            g,
-            self.b_proj(x),
-            state=old and old.S,
-            A_log=self.A_log,
-            dt_bias=self.dt_bias,
-            lower_bound=self.lower_bound,
-        )
-        if ctx.state is not None:
-            ctx.state.set_kda(self.layer, KdaState(conv_q, conv_k, conv_v, S))
-        gate = self._heads(self.g_proj(x))
-        return self.o_proj(gated_head_norm(o, self.o_norm.weight, gate, self.o_norm.eps).flatten(2))
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        inputs = KdaInputs(q, k, v, g, self.b_proj(x), self._heads(self.g_proj(x)))
+        return self.o_proj(ctx.sequence.kda(inputs, self.weights(), ctx.state).flatten(2))
+
+    def weights(self) -> KdaWeights:
+        """What lies between the projections in and out."""
+        convs = (self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight)
+        gate = (self.A_log, self.dt_bias, self.lower_bound)
+        return KdaWeights(self.layer, convs, *gate, self.o_norm.weight, self.o_norm.eps)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, self.width))

@@ -11,7 +11,6 @@ from openk3.model.layers import RMSNorm, linear
 from openk3.model.ports import Context
 
 LATENT_NORM_EPS = 1e-6  # the published norms of the two latents keep their class default
-ABSORB_BELOW = 8  # with fewer new tokens than this, attention runs on the latents themselves
 
 
 class GatedMLA(nn.Module):
@@ -41,17 +40,14 @@ class GatedMLA(nn.Module):
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         latent, k_rope = self.kv_a_proj_with_mqa(x).split([self.latent, self.rope], -1)
         latent = self.kv_a_layernorm(latent)
-        form = "expanded"
-        if ctx.state is not None:
-            latent, k_rope = ctx.state.extend(self.layer, latent, k_rope)
-            form = "absorbed" if x.shape[1] < ABSORB_BELOW else "expanded"
         track = self.track_max_logits and self.training
         o = ctx.sequence.attend(
+            self.layer,
             q.unflatten(-1, (self.heads, self.key_width)),
             latent,
             k_rope,
             self.kv_b_proj.weight,
-            form=form,
+            ctx.state,
             return_max_logits=track,
         )
         if track:

@@ -5,7 +5,7 @@ caches and 4-bit or streamed experts implement these from other folders.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -13,6 +13,9 @@ from openk3.ops import moe
 from openk3.ops.conv import short_conv
 from openk3.ops.kda import kda
 from openk3.ops.mla import attend
+from openk3.ops.norm import gated_head_norm
+
+ABSORB_BELOW = 8  # with fewer new tokens than this, attention runs on the latents themselves
 
 
 class ExpertWeights(Protocol):
@@ -51,21 +54,55 @@ def routed_by_sorting(experts: ExpertWeights, x: Tensor, ids: Tensor, weights: T
     return moe.combine(experts.sorted_rows(rows, perm.offsets), perm, weights)
 
 
+class KdaInputs(NamedTuple):
+    """The projections of T tokens in one KDA layer, raw."""
+
+    q: Tensor
+    """[B, T, H * K]"""
+    k: Tensor
+    """[B, T, H * K]"""
+    v: Tensor
+    """[B, T, H * V]"""
+    g: Tensor
+    """[B, T, H, K] decay logits"""
+    beta: Tensor
+    """[B, T, H] logits"""
+    gate: Tensor
+    """[B, T, H, V] output gate logits"""
+
+
+class KdaWeights(NamedTuple):
+    """What a KDA layer holds between its projections."""
+
+    layer: int
+    conv: tuple[Tensor, Tensor, Tensor]
+    """taps of q, k and v, [H * K, 1, W] each"""
+    A_log: Tensor
+    dt_bias: Tensor
+    lower_bound: float
+    norm: Tensor
+    """[V]"""
+    eps: float
+
+
 class SequenceContext(Protocol):
-    """The three operations that look along the sequence. Arguments as in `openk3.ops`."""
+    """The two operations that look along the sequence, with the memory they need."""
 
-    def conv(self, x: Tensor, weight: Tensor, state: Tensor | None) -> tuple[Tensor, Any]:
-        """Short convolution with SiLU: (y [B,T,D], final state or None)."""
-        ...
-
-    def kda(self, *inputs: Tensor, state: Tensor | None, **options: Any) -> Any:
-        """KDA of q, k, v, g, beta: (o [B,T,H,V], final state or None)."""
+    def kda(self, x: KdaInputs, weights: KdaWeights, state: "MixerState | None") -> Tensor:
+        """Convolutions, recurrence, head norm and output gate: [B,T,H,V]."""
         ...
 
     def attend(
-        self, q: Tensor, latent: Tensor, k_rope: Tensor, kv_b: Tensor, **options: Any
+        self,
+        layer: int,
+        q: Tensor,
+        latent: Tensor,
+        k_rope: Tensor,
+        kv_b: Tensor,
+        state: "MixerState | None",
+        return_max_logits: bool = False,
     ) -> Any:
-        """Gated MLA's attention core."""
+        """Gated MLA's attention core over all that was seen; arguments as `openk3.ops.mla`."""
         ...
 
 
@@ -74,30 +111,56 @@ class LocalSequence:
     """Whole sequences on one device, one per row or packed by `cu_seqlens`."""
 
     cu_seqlens: Tensor | None = None
-    keep_state: bool = False
 
-    def conv(self, x: Tensor, weight: Tensor, state: Tensor | None) -> tuple[Tensor, Any]:
-        return short_conv(
-            x,
-            weight,
-            initial_state=state,
+    def kda(self, x: KdaInputs, weights: KdaWeights, state: "MixerState | None") -> Tensor:
+        old = None if state is None else state.kda(weights.layer)
+        keep = state is not None
+        heads, (conv_q, conv_k, conv_v) = x.gate.shape[2], weights.conv
+        q, tail_q = self._conv(x.q, conv_q, old and old.conv_q, keep)
+        k, tail_k = self._conv(x.k, conv_k, old and old.conv_k, keep)
+        v, tail_v = self._conv(x.v, conv_v, old and old.conv_v, keep)
+        o, S = kda(
+            *(y.unflatten(-1, (heads, -1)) for y in (q, k, v)),
+            x.g,
+            x.beta,
+            A_log=weights.A_log,
+            dt_bias=weights.dt_bias,
+            lower_bound=weights.lower_bound,
+            initial_state=old and old.S,
             cu_seqlens=self.cu_seqlens,
-            output_final_state=self.keep_state,
+            output_final_state=keep,
         )
+        if state is not None:
+            state.set_kda(weights.layer, KdaState(tail_q, tail_k, tail_v, S))
+        return gated_head_norm(o, weights.norm, x.gate, weights.eps)
 
-    def kda(self, *inputs: Tensor, state: Tensor | None, **options: Any) -> Any:
-        return kda(
-            *inputs,
-            initial_state=state,
-            cu_seqlens=self.cu_seqlens,
-            output_final_state=self.keep_state,
-            **options,
-        )
+    def _conv(self, x: Tensor, weight: Tensor, tail: Tensor | None, keep: bool) -> Any:
+        options = {"cu_seqlens": self.cu_seqlens, "output_final_state": keep}
+        return short_conv(x, weight, initial_state=tail, **options)
 
     def attend(
-        self, q: Tensor, latent: Tensor, k_rope: Tensor, kv_b: Tensor, **options: Any
+        self,
+        layer: int,
+        q: Tensor,
+        latent: Tensor,
+        k_rope: Tensor,
+        kv_b: Tensor,
+        state: "MixerState | None",
+        return_max_logits: bool = False,
     ) -> Any:
-        return attend(q, latent, k_rope, kv_b, cu_seqlens=self.cu_seqlens, **options)
+        form = "expanded"
+        if state is not None:
+            latent, k_rope = state.extend(layer, latent, k_rope)
+            form = "absorbed" if q.shape[1] < ABSORB_BELOW else "expanded"
+        return attend(
+            q,
+            latent,
+            k_rope,
+            kv_b,
+            cu_seqlens=self.cu_seqlens,
+            form=form,
+            return_max_logits=return_max_logits,
+        )
 
 
 @dataclass
@@ -116,6 +179,13 @@ class KdaState:
 
 class MixerState(Protocol):
     """The memory of a sequence between forward passes."""
+
+    num_tokens: int
+    """How many it has seen."""
+
+    def advance(self, num_tokens: int) -> None:
+        """Called when all layers have seen that many more."""
+        ...
 
     def kda(self, layer: int) -> KdaState | None:
         """The state of a KDA layer, or None before the first token."""
