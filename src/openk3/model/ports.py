@@ -119,8 +119,11 @@ class LocalSequence:
         q, tail_q = self._conv(x.q, conv_q, old and old.conv_q, keep)
         k, tail_k = self._conv(x.k, conv_k, old and old.conv_k, keep)
         v, tail_v = self._conv(x.v, conv_v, old and old.conv_v, keep)
+        q, k, v = (y.unflatten(-1, (heads, -1)) for y in (q, k, v))
         o, S = kda(
-            *(y.unflatten(-1, (heads, -1)) for y in (q, k, v)),
+            q,
+            k,
+            v,
             x.g,
             x.beta,
             A_log=weights.A_log,

@@ -73,7 +73,14 @@ class Layer:
         return gated_head_norm(o, w["norm_weight"], gate, 1e-5), torch.stack(inputs, 1), final
 
     def pool(self):
-        return {"conv_state": self.conv_state.clone(), "state": self.state.clone()}
+        """Both states of a slot side by side in one page, with room to spare, as an engine has."""
+        inputs, square = self.conv_state[0].numel(), self.state[0].numel()
+        pages = torch.full((SLOTS, inputs + square + 24), torch.nan)
+        conv_state = pages[:, square + 8 : square + 8 + inputs].view(self.conv_state.shape)
+        state = pages[:, :square].view(self.state.shape)
+        conv_state.copy_(self.conv_state)
+        state.copy_(self.state)
+        return {"conv_state": conv_state, "state": state}
 
     def tokens(self, start, stop):
         return [t[:, start:stop] for t in self.x]

@@ -117,8 +117,8 @@ def kda_decode(
     q, k, v, g, gate [B,T,H,D] and beta [B,T,H]: projections of the new tokens, raw. conv_weight:
     taps of q, k and v, [3, H * D, 1, W] or three [H * D, 1, W], float32. conv_state [S,3,W,H,D]:
     the last W inputs of the three convolutions. state [S,H,K,V] float32. slots [B]: where each
-    row's states live, -1 for padding (its output is zero); no slot twice. A_log [H], dt_bias [H *
-    D], norm_weight [D]; scale None is D ** -0.5.
+    row's states live, -1 for padding (its output is zero); no slot twice. Slots may lie apart, each
+    is contiguous. A_log [H], dt_bias [H * D], norm_weight [D]; scale None is D ** -0.5.
 
     Without `pending`, conv_state and state advance in place by the T tokens. With it, they
     advance by the first accepted[b] tokens (0 to P) of the slot's pending window, the T <= P new
@@ -177,58 +177,81 @@ def _check(step: Step) -> None:
         if tuple(x.shape) != shape:
             raise InputError(f"{name} must be {list(shape)}, not {list(x.shape)}")
     for name, x in (("state", step.state), ("conv_state", step.conv_state)):
-        if not x.is_contiguous():
-            raise InputError(f"{name} is written in place and must be contiguous")
+        if x.shape[0] and not x[0].is_contiguous():
+            raise InputError(f"{name} is written in place: each slot must be contiguous")
     if step.state.dtype != torch.float32:
         raise InputError(f"state must be float32, not {step.state.dtype}")
 
 
 @torch.no_grad()
 def step_reference(step: Step) -> Tensor:
-    """Plain torch, row by row."""
+    """Plain torch, all rows at once."""
+    real = step.slots >= 0
     out = torch.zeros_like(step.gate)
-    for b, slot in enumerate(step.slots.tolist()):
-        if slot < 0:
-            continue
-        new = [x[b] for x in step.inputs]
-        if step.pending is not None and step.accepted is not None:
-            count = int(step.accepted[b])
-            _run(step, slot, [x[slot, :count] for x in step.pending], keep=True)
-            out[b] = _finish(step, _run(step, slot, new, keep=False), step.gate[b])
-            for cache, x in zip(step.pending, new, strict=True):
-                cache[slot, : x.shape[0]] = x
-        else:
-            out[b] = _finish(step, _run(step, slot, new, keep=True), step.gate[b])
-    return out
+    if not bool(real.all()):
+        if bool(real.any()):
+            out[real] = _rows(step, step.slots[real].long(), real)
+        return out
+    return _rows(step, step.slots.long(), slice(None)) if len(out) else out
 
 
-def _finish(step: Step, o_THD: Tensor, gate_THD: Tensor) -> Tensor:
-    return gated_head_norm(o_THD, step.norm_weight, gate_THD, step.eps)
+def _rows(step: Step, slots: Tensor, rows: Any) -> Tensor:
+    """The rows whose states live in `slots`."""
+    new = [x[rows] for x in step.inputs]
+    S, tails = step.state[slots], step.conv_state[slots]
+    if step.pending is None or step.accepted is None:
+        o, S, history = _run(step, new, S, tails)
+        step.state[slots], step.conv_state[slots] = S, history[:, :, -TAPS:]
+    else:
+        accepted = step.accepted[rows].long()
+        S, tails = _replay(step, [x[slots] for x in step.pending], accepted, S, tails)
+        step.state[slots], step.conv_state[slots] = S, tails
+        o = _run(step, new, S, tails)[0]
+        for cache, x in zip(step.pending, new, strict=True):
+            cache[slots, : x.shape[1]] = x
+    return gated_head_norm(o, step.norm_weight, step.gate[rows], step.eps)
 
 
-def _run(step: Step, slot: int, inputs: list[Tensor], *, keep: bool) -> Tensor:
-    """Tokens [T, H, D] of one slot through convolution and recurrence; advances it if `keep`."""
+def _replay(
+    step: Step, window: list[Tensor], accepted: Tensor, S: Tensor, tails: Tensor
+) -> tuple[Tensor, Tensor]:
+    """States after the first `accepted` [B] tokens of each row's window."""
+    longest = int(accepted.max())
+    if longest == 0:
+        return S, tails
+    seen = torch.arange(longest, device=accepted.device) < accepted[:, None]
+    unused = [(~seen).view(*seen.shape, *[1] * (x.ndim - 2)) for x in window]
+    window = [x[:, :longest].masked_fill(u, 0.0) for x, u in zip(window, unused, strict=True)]
+    _, S, history = _run(step, window, S, tails, seen)
+    last = accepted[:, None] + torch.arange(TAPS, device=accepted.device)
+    index = last[:, None, :, None, None].expand(-1, 3, -1, *history.shape[3:])
+    return S, history.gather(2, index)
+
+
+def _run(
+    step: Step, inputs: list[Tensor], S: Tensor, tails: Tensor, seen: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """T tokens through convolution and recurrence: (o [B,T,H,D], S, inputs seen [B,3,W+T,H,D]).
+
+    With `seen` [B,T] only the tokens where it is True change the state S [B,H,K,V].
+    """
     *qkv, g, beta = inputs
-    history = torch.cat([step.conv_state[slot], torch.stack(qkv)], 1)  # [3, W + T, H, D]
-    tokens = g.shape[0]
-    y = torch.zeros_like(history[:, :tokens], dtype=torch.float32)
-    for j in range(TAPS):
-        y += history[:, 1 + j : 1 + j + tokens].float() * step.conv_weight[..., j].float()[:, None]
-    q, k, v = torch.nn.functional.silu(y).to(g.dtype)
-    active = reference.activate(
-        q[None],
-        k[None],
-        v[None],
-        g[None],
-        beta[None],
-        step.A_log,
-        step.dt_bias,
-        step.lower_bound,
-        step.scale,
-    )
-    q, k, v, g_decay, b = active
-    o, final, _ = reference.recurrent(q, k, v, g_decay, b, step.state[slot, None], [tokens])
-    if keep:
-        step.state[slot] = final[0]
-        step.conv_state[slot] = history[:, -TAPS:]
-    return o[0].to(g.dtype)
+    history = torch.cat([tails, torch.stack(qkv, 1)], 2)
+    tokens = g.shape[1]
+    taps = step.conv_weight.float()
+    y = history[:, :, 1 : 1 + tokens].float() * taps[:, None, ..., 0]
+    for j in range(1, TAPS):
+        y = torch.addcmul(y, history[:, :, 1 + j : 1 + j + tokens].float(), taps[:, None, ..., j])
+    q, k, v = torch.nn.functional.silu(y).to(g.dtype).unbind(1)
+    gates = step.A_log, step.dt_bias, step.lower_bound, step.scale
+    q, k, v, decay, b = reference.activate(q, k, v, g, beta, *gates)
+    if seen is not None:
+        decay, b = decay * seen[..., None, None], b * seen[..., None]
+    outs = []
+    for t in range(tokens):
+        S = S * decay[:, t].exp()[..., None]
+        key = k[:, t, :, :, None]
+        error = (v[:, t, :, None] - key.transpose(-1, -2) @ S) * b[:, t, :, None, None]
+        S = torch.addcmul(S, key, error)
+        outs.append((q[:, t, :, None] @ S)[:, :, 0])
+    return torch.stack(outs, 1).to(g.dtype), S, history

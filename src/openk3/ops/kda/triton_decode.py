@@ -63,8 +63,8 @@ def decode_kernel(
     beta,
     gate,
     conv_weight,  # [3, H, D, 4] float32
-    conv_state,  # [S, 3, 4, H, D]
-    state,  # [S, H, K, V] float32
+    conv_state,  # [S, 3, 4, H, D], conv_stride numbers from slot to slot
+    state,  # [S, H, K, V] float32, state_stride from slot to slot
     slots,  # [B] int32
     A_log,
     dt_bias,
@@ -79,6 +79,8 @@ def decode_kernel(
     tokens,
     H,
     P,
+    conv_stride,
+    state_stride,
     scale,
     lower_bound,
     eps,
@@ -100,7 +102,7 @@ def decode_kernel(
 
     DTYPE: tl.constexpr = q.dtype.element_ty
     square = d[:, None] * D + d[None, :]
-    state += (slot * H + h) * (D * D)
+    state += slot * state_stride + h * (D * D)
     S = tl.load(state + square)
     d = d[None, :]
     taps = h * D * 4 + d * 4 + tl.arange(0, 4)[:, None]
@@ -113,7 +115,7 @@ def decode_kernel(
     g += own
     gate += own
     beta += row * tokens * H + h
-    state_q = conv_state + (slot * 12 * H + h) * D
+    state_q = conv_state + slot * conv_stride + h * D
     state_k = state_q + 4 * step
     state_v = state_q + 8 * step
     rate = exp2(tl.load(A_log + h) * LOG2E)
@@ -204,6 +206,8 @@ def step_triton(step: Step) -> Tensor:
         tokens=tokens,
         H=heads,
         P=0 if step.pending is None else step.pending.q.shape[1],
+        conv_stride=step.conv_state.stride(0),
+        state_stride=step.state.stride(0),
         scale=step.scale,
         lower_bound=step.lower_bound,
         eps=step.eps,
