@@ -119,11 +119,10 @@ class LocalSequence:
         q, tail_q = self._conv(x.q, conv_q, old and old.conv_q, keep)
         k, tail_k = self._conv(x.k, conv_k, old and old.conv_k, keep)
         v, tail_v = self._conv(x.v, conv_v, old and old.conv_v, keep)
-        q, k, v = (y.unflatten(-1, (heads, -1)) for y in (q, k, v))
-        o, S = kda(
-            q,
-            k,
-            v,
+        result: Any = kda(
+            q.unflatten(-1, (heads, -1)),
+            k.unflatten(-1, (heads, -1)),
+            v.unflatten(-1, (heads, -1)),
             x.g,
             x.beta,
             A_log=weights.A_log,
@@ -133,6 +132,7 @@ class LocalSequence:
             cu_seqlens=self.cu_seqlens,
             output_final_state=keep,
         )
+        o, S = result
         if state is not None:
             state.set_kda(weights.layer, KdaState(tail_q, tail_k, tail_v, S))
         return gated_head_norm(o, weights.norm, x.gate, weights.eps)
