@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from openk3.engine.types import Request, TokenLogprobs
+from openk3.engine.types import EngineConfig, Request, TokenLogprobs
 
 Tier = Literal["pool", "host"]
 
@@ -26,6 +26,21 @@ class Geometry:
     kda_groups: int
     """KDA pages a sequence, and a checkpoint, take."""
     layers_per_group: int
+
+
+def num_host_pages(geometry: Geometry, config: EngineConfig) -> int:
+    """Page ids of the host tier: 0 .. this - 1, a space of their own."""
+    return config.host_bytes // (geometry.page_bytes * geometry.layers_per_group)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as the memory sees it: one id for each position."""
+
+    ids: tuple[int, ...]
+    """Each picture's id is repeated once for each vector the picture takes."""
+    media: tuple[tuple[int, int], ...] = ()
+    """(first position, positions) of each picture, in the order of `Media.digests`."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +69,7 @@ class Chunk:
     slot: int
     """0 .. max_running - 1, the sequence's own while it runs: row of a runner's buffers."""
     token_ids: tuple[int, ...]
-    """New inputs; the last `num_drafts` of them are guesses to be verified."""
+    """New inputs (of the expanded prompt, see `Prompt`, and the output); the last `num_drafts` of them are guesses to be verified."""
     start: int
     """Position of the first, = tokens whose memory the pages hold already."""
     latent_pages: tuple[int, ...]
@@ -65,8 +80,9 @@ class Chunk:
     """Wanted of this pass, at positions start .. start + len(token_ids) - num_drafts. The one at
     `start` is taken before the pass; a state among drafts can never be asked for."""
     num_drafts: int = 0
-    output_ids: tuple[int, ...] = ()
-    """What the request has generated so far, for penalties (drafts not included)."""
+    output_ids: Sequence[int] = ()
+    """What the request has generated so far, for penalties (drafts not included). The engine's
+    own list: read it during the step, do not keep it."""
     samples: bool = True
     """Whether the last token is the sequence's last known one, so that a next one is chosen."""
 
@@ -87,6 +103,8 @@ class ChunkResult:
 
     new_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    drafts: tuple[int, ...] = ()
+    """Guesses for the tokens after new_ids, of a draft layer; n-grams are the scheduler's."""
     error: str | None = None
     """This request cannot go on (its logits are not finite); others are not concerned."""
 
@@ -105,4 +123,13 @@ class Runner(Protocol):
 
     def forget(self, slot: int) -> None:
         """The sequence of a slot is gone, or starts over (preemption)."""
+        ...
+
+    def expand(self, request: Request) -> Prompt:
+        """Called once for each request with media, before its first chunk. InputError if the ids
+        and the pictures do not fit."""
+        ...
+
+    def drop_host(self) -> None:
+        """Give the host tier's memory back; it may be taken again by a later copy."""
         ...
