@@ -69,7 +69,8 @@ class Chunk:
     slot: int
     """0 .. max_running - 1, the sequence's own while it runs: row of a runner's buffers."""
     token_ids: tuple[int, ...]
-    """New inputs (of the expanded prompt, see `Prompt`, and the output); the last `num_drafts` of them are guesses to be verified."""
+    """New inputs, of the expanded prompt (see `Prompt`) and the output; the last `num_drafts` are
+    guesses to be verified."""
     start: int
     """Position of the first, = tokens whose memory the pages hold already."""
     latent_pages: tuple[int, ...]
