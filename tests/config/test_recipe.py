@@ -9,6 +9,7 @@ from openk3.config.load import load
 from openk3.config.recipe import (
     DataRecipe,
     OptimRecipe,
+    ParallelRecipe,
     Recipe,
     RunRecipe,
     TrainRecipe,
@@ -34,6 +35,9 @@ def test_model_section_is_a_preset_and_changes(tmp_path):
         (lambda: OptimRecipe(warmup_fraction=1.5), "warmup_fraction"),
         (lambda: OptimRecipe(logit_cap=-1), "logit_cap"),
         (lambda: TrainRecipe(steps=0), "steps"),
+        (lambda: ParallelRecipe(zero=4), r"zero \(4\) must be 0, 1, 2 or 3"),
+        (lambda: ParallelRecipe(expert=4), r"expert \(4\) needs zero 1, 2 or 3"),
+        (lambda: ParallelRecipe(zero=1, replicate=0), r"replicate \(0\)"),
         (lambda: RunRecipe(eval_every=-1), "eval_every"),
         (lambda: RunRecipe(sample_tokens=-1), "sample_tokens"),
         (lambda: RunRecipe(final_eval_tokens=-1), "final_eval_tokens"),

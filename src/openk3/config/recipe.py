@@ -1,7 +1,8 @@
 """A pre-training recipe: everything that fixes a run, as TOML or flags say it.
 
-`[model] [data] [optim] [train]` decide the numbers a run computes; `[run]` decides only what is
-written, printed and kept. A checkpoint resumes only under equal deciding sections.
+`[model] [data] [optim] [train]` decide the numbers a run computes; `[parallel]` decides which
+process computes what, and `[run]` what is written, printed and kept. A checkpoint resumes only
+under equal deciding sections, in any layout.
 """
 
 import dataclasses
@@ -105,6 +106,40 @@ class TrainRecipe:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelRecipe:
+    """How the processes share a run; rounding aside, none of it changes a number.
+
+    Without `zero` every process holds everything and only the rows are shared.
+    """
+
+    zero: int = 0
+    """Shard over processes: 1 optimizer state, 2 gradients too, 3 parameters too; 0 nothing."""
+    shard: int = 0
+    """Processes over which one copy of the state is sharded; 0 means all that the others leave."""
+    replicate: int = 1
+    """Copies of the sharded state."""
+    expert: int = 1
+    """Processes over which the routed experts are divided; they are taken from shard x context."""
+    pipeline: int = 1
+    """Pipeline stages."""
+    context: int = 1
+    """Processes that share one sequence."""
+    tensor: int = 1
+    """Processes that share one matrix product."""
+
+    def __post_init__(self) -> None:
+        require(self.zero in range(4), f"zero ({self.zero}) must be 0, 1, 2 or 3")
+        at_least(self, 0, "shard")
+        at_least(self, 1, "replicate", "expert", "pipeline", "context", "tensor")
+        for name in ("shard", "replicate", "expert") if self.zero == 0 else ():
+            value = getattr(self, name)
+            require(
+                value <= 1,
+                f"{name} ({value}) needs zero 1, 2 or 3: with 0 every process holds everything",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunRecipe:
     """What a run writes and prints; none of it changes the numbers it computes."""
 
@@ -153,6 +188,8 @@ class Recipe:
     """Which optimizer."""
     train: TrainRecipe = TrainRecipe()
     """How long and how wide."""
+    parallel: ParallelRecipe = ParallelRecipe()
+    """Which process computes what."""
     run: RunRecipe = RunRecipe()
     """Where and how it is watched."""
 
@@ -162,7 +199,7 @@ class Recipe:
         Dataset folders count by their content (the loader's fingerprint), not by their path.
         """
         sections = dataclasses.asdict(self)
-        del sections["run"], sections["data"]["train"]
+        del sections["run"], sections["parallel"], sections["data"]["train"]
         return flatten(sections)
 
 
