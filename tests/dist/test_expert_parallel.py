@@ -2,14 +2,21 @@
 
 import pytest
 import torch
-from kernel_checks import poison
-from moe_cases import Toy, draw_tokens, one_device, probe
+from kernel_checks import poison, relative_error
+from moe_cases import LATENT, Toy, draw_tokens, one_device, probe
+from torch.utils.checkpoint import checkpoint
 
+from openk3.config import preset
+from openk3.model import K3
 from openk3.parallel.alltoall import AllToAllDispatcher
-from openk3.parallel.experts import keep_block
+from openk3.parallel.experts import keep_block, spread_experts
+from openk3.parallel.moonep import MoonEPDispatcher
+from openk3.parallel.moonep.collectives import Collectives
+from openk3.parallel.moonep.dispatch import allocate
+from openk3.parallel.moonep.token_map import lay_out, map_tokens
 
 pytestmark = pytest.mark.dist
-KINDS = {"plain": AllToAllDispatcher}
+KINDS = {"plain": AllToAllDispatcher, "balanced": MoonEPDispatcher}
 CASES = {
     "random": [(13, None), (13, None), (13, None), (13, None)],
     "all to one expert's rank": [(9, [0, 1]), (9, [0, 1]), (9, [0, 1]), (9, [0, 1])],
@@ -65,3 +72,132 @@ def check(found, size, case, padding=0.0):
             torch.testing.assert_close(got.double(), wanted[block], rtol=1e-5, atol=1e-5)
     if any(len(x) for x, _, _ in parts):
         assert any(rank[2].abs().max() > 1e-3 for rank in found if rank[2].numel())
+
+
+def two_layers(group, kind, steps=2):
+    """Two layers share a dispatcher; the second's forward runs before the first's backward."""
+    dispatcher = KINDS[kind](group, 8)
+    layers = [keep_block(Toy(8, seed), group.rank(), group.size()) for seed in (0, 1)]
+    for step in range(steps):
+        outs = []
+        for seed, experts in enumerate(layers):
+            x, ids, logits = draw_tokens(9, 8, 2, 50 + 10 * step + 5 * seed + group.rank(), [0, 1, 4])
+            out = dispatcher(x, ids, logits.softmax(-1), experts)
+            outs.append((out * probe(group.rank(), 9)).sum())
+        for loss in outs:
+            loss.backward()
+    return [w.grad for experts in layers for w in (experts.w1, experts.w3, experts.w2)]
+
+
+def test_layers_take_turns_in_the_slots_and_micro_batches_add_up(ranks):
+    plain, balanced = (ranks(4, two_layers, kind) for kind in ("plain", "balanced"))
+    for a, b in zip(plain, balanced, strict=True):
+        for wanted, got in zip(a, b, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-4)
+
+
+def checkpointed(group, recompute):
+    dispatcher = MoonEPDispatcher(group, 8)
+    experts = keep_block(Toy(8), group.rank(), group.size())
+    x, ids, logits = tokens_of("nothing for rank 0", group.rank())
+    leaf = x.clone().requires_grad_()
+    arguments = dispatcher, leaf, ids, logits.softmax(-1), experts
+    if recompute:
+        out = checkpoint(*arguments, use_reentrant=False)
+    else:
+        out = arguments[0](*arguments[1:])
+    (out * probe(group.rank(), len(x))).sum().backward()
+    return out.detach(), leaf.grad, experts.w1.grad, experts.w2.grad
+
+
+def test_a_checkpointed_layer_plans_the_same_again(ranks):
+    once, again = ranks(4, checkpointed, False), ranks(4, checkpointed, True)
+    for a, b in zip(once, again, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def traffic(group, kind, favourites):
+    """Rows computed and bytes sent by a rank whose experts are more or less popular."""
+    dispatcher = KINDS[kind](group, 8)
+    experts = keep_block(Toy(8), group.rank(), group.size())
+    x, ids, logits = draw_tokens(60, 8, 2, group.rank(), favourites)
+    out = dispatcher(x.requires_grad_(), ids, logits.softmax(-1), experts)
+    out.sum().backward()
+    if kind == "plain":
+        return dispatcher.rows, None, None
+    transport = dispatcher.transport
+    bound = least_bytes(ids, transport.share_counts(torch.bincount(ids.view(-1), minlength=8)), group)
+    return dispatcher.rows, transport.sent, bound
+
+
+def least_bytes(ids, counts, group):
+    """What must leave this rank in 2 dispatches of x, one of the gradient and 2 returns."""
+    layout = lay_out(counts, allocate(counts))
+    mine = map_tokens(ids, layout, group.rank())
+    leaving = int((mine.travels & (mine.rank != group.rank())).sum())
+    everyone = torch.zeros(group.size(), group.size(), dtype=torch.int64)
+    everyone[group.rank()] = torch.bincount(mine.rank[mine.travels], minlength=group.size())
+    torch.distributed.all_reduce(everyone, group=group)
+    arriving = int(everyone[:, group.rank()].sum() - everyone[group.rank(), group.rank()])
+    return (3 * leaving + 2 * arriving) * LATENT * 4
+
+
+def test_balanced_ranks_work_alike_whatever_the_skew_and_plain_ones_do_not(ranks):
+    even, skewed = list(range(8)), [0, 1, 2]
+    for favourites in (even, skewed):
+        found = ranks(4, traffic, "balanced", favourites)
+        assert [rows for rows, _, _ in found] == [120] * 4
+        for _, sent, bound in found:
+            assert sent.tokens == bound
+    plain = [rows for rows, _, _ in ranks(4, traffic, "plain", skewed)]
+    assert max(plain) > 2.5 * 120
+    assert min(plain) == 0
+
+
+def identity(group):
+    """Experts that return their input: dispatch and return give back k times the token, exactly."""
+    transport = Collectives(group)
+    x, ids, _ = draw_tokens(40, 8, 2, group.rank(), [0, 1, 2])
+    x = (x * 8).round()
+    counts = transport.share_counts(torch.bincount(ids.view(-1), minlength=8))
+    layout = lay_out(counts, allocate(counts))
+    pairs = torch.arange(ids.numel(), dtype=torch.float32).view_as(ids)
+    route = transport.open(layout, map_tokens(ids, layout, group.rank()), pairs)
+    back = transport.gather(route, transport.scatter(route, x))
+    return torch.equal(back, 2 * x), torch.equal(transport.gather_values(route, route.weights), pairs)
+
+
+def test_what_is_dispatched_comes_back_bit_for_bit(ranks):
+    for size in (1, 2, 4):
+        assert ranks(size, identity) == [(True, True)] * size
+
+
+def whole_model(group, spread):
+    """Loss and gradients of a small model whose four sequences are shared out over the ranks."""
+    from openk3.ops.loss import linear_cross_entropy
+
+    model = K3(preset("nano", initializer_range=0.1), seed=1)
+    if spread is not None:
+        spread_experts(model, group, KINDS[spread](group, 16))
+    ids = torch.randint(0, 256, (4, 12), generator=torch.Generator().manual_seed(0))
+    mine = ids[group.rank() :: group.size()]
+    hidden = model.hidden(mine)
+    loss = linear_cross_entropy(
+        hidden[:, :-1].reshape(-1, 128)[None], model.lm_head.weight, mine[:, 1:].reshape(1, -1)
+    )
+    loss.backward()
+    return float(loss.detach()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_gradient_of_a_model_is_that_of_one_device(ranks, kind, size):
+    [(loss, wanted)] = ranks(1, whole_model, None)
+    found = ranks(size, whole_model, kind)
+    assert sum(part for part, _ in found) == pytest.approx(loss, rel=1e-5)
+    for name, grad in wanted.items():
+        parts = [grads[name] for _, grads in found]
+        got = torch.cat(parts) if ".experts.w" in name else sum(parts)
+        assert relative_error(got, grad) < 2e-5, name
+        if name.endswith("gate.weight"):
+            assert grad.abs().max() > 1e-6

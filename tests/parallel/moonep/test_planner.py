@@ -8,7 +8,7 @@ import torch
 
 from openk3.errors import InputError
 from openk3.parallel.moonep import plan
-from openk3.parallel.moonep.plan import capacities
+from openk3.parallel.moonep.planner import capacities
 
 NUM_MATRICES = int(os.environ.get("OPENK3_PLAN_MATRICES", "4000"))
 """Of each of five kinds."""

@@ -1,0 +1,36 @@
+"""Sums of rows that share a target, in float32 and in a fixed order on every device."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from openk3.ops.precision import wide_dtype
+
+
+class Groups(NamedTuple):
+    """Which rows are added together."""
+
+    target: Tensor
+    """[n] int64: where row i goes."""
+    order: Tensor
+    """[n] int64: rows by target, stable."""
+    starts: Tensor
+    """[m + 1] int64: where each target's rows begin in `order`."""
+
+    @property
+    def num_targets(self) -> int:
+        return self.starts.numel() - 1
+
+
+def group(target: Tensor, num_targets: int) -> Groups:
+    """target [n] int64 in [0, num_targets)."""
+    order = target.argsort(stable=True)
+    edges = torch.arange(num_targets + 1, device=target.device)
+    return Groups(target, order, torch.searchsorted(target[order], edges))
+
+
+def add_up(rows: Tensor, groups: Groups) -> Tensor:
+    """rows [n, L] -> [m, L] in rows' dtype: the sum of each target's rows."""
+    total = rows.new_zeros(groups.num_targets, rows.shape[1], dtype=wide_dtype(rows))
+    return total.index_add_(0, groups.target, rows.to(total.dtype)).to(rows.dtype)
