@@ -1,16 +1,17 @@
-"""Atomic files, clocks and seeds: the few operating-system habits every folder shares."""
+"""Atomic files, strict JSON, clocks and seeds: the few habits every folder shares."""
 
 import hashlib
 import json
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from openk3.errors import StorageError
+from openk3.errors import OpenK3Error, StorageError
 
 
 class Clock(Protocol):
@@ -94,6 +95,45 @@ def write_json(path: str | Path, value: Any) -> None:
     with atomic_file(path, "w") as handle:
         json.dump(value, handle, indent=2, sort_keys=True, ensure_ascii=False)
         handle.write("\n")
+
+
+def read_json(path: str | Path, error: type[OpenK3Error], *, kind: type = dict) -> Any:
+    """The JSON object (or other `kind`) in a file.
+
+    Raises `error` naming the file when it cannot be read or is not that, strictly.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as problem:
+        raise error(f"cannot read {path}: {problem.strerror or problem}") from problem
+    return parse_json(data, str(path), error, kind=kind)
+
+
+def parse_json(
+    data: bytes | str, where: str, error: type[OpenK3Error], *, kind: type = dict
+) -> Any:
+    """JSON text as Python values; `error` about `where` for bad JSON, a key given twice, nesting
+    too deep to read, or another kind of value than `kind`."""
+
+    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) != len(pairs):
+            twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+            raise error(f"{where} lists {twice!r} twice")
+        return table
+
+    try:
+        value = json.loads(data, object_pairs_hook=no_duplicates)
+    except OpenK3Error:
+        raise
+    except RecursionError:
+        raise error(f"{where} is not JSON that can be read: it is nested too deeply") from None
+    except ValueError as problem:
+        raise error(f"{where} is not JSON ({problem})") from problem
+    if not isinstance(value, kind):
+        wanted = {dict: "object", list: "list"}[kind]
+        raise error(f"{where} is not a JSON {wanted} but a {type(value).__name__}")
+    return value
 
 
 def sha256_file(path: str | Path, progress: Callable[[int], None] | None = None) -> str:

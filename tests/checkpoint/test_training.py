@@ -100,7 +100,7 @@ def new_schema(path):
         (flip, "optimizer.safetensors is corrupt"),
         (lose, "model.safetensors is missing"),
         (no_state, "no state.json"),
-        (half_state, "cannot read .*state.json"),
+        (half_state, "state.json is not JSON"),
         (other_position, "state.json is corrupt"),
         (files_as_a_list, "state.json is corrupt"),
         (new_schema, "schema 99"),

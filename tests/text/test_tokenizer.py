@@ -270,7 +270,7 @@ def change_model(**changes):
 
 
 BAD_JSON = {
-    "list": (lambda data: [1], "expected a JSON object, found list"),
+    "list": (lambda data: [1], "not a JSON object but a list"),
     "no model": (lambda data: {}, "no model.vocab object"),
     "word piece": (change_model(type="WordPiece"), "model type WordPiece, byte-level BPE expected"),
     "no bytes": (change_model(vocab={"a": 0}), "255 single bytes are not in its vocabulary"),
@@ -298,7 +298,7 @@ def test_truncated_tokenizer_json_and_newer_schema(small, tmp_path):
     path = small.save(tmp_path)
     whole = path.read_text()
     path.write_text(whole[: len(whole) // 2])
-    with pytest.raises(DataError, match=r"tokenizer\.json: not valid JSON"):
+    with pytest.raises(DataError, match=r"tokenizer\.json is not JSON"):
         load(path)
     path.write_text(whole)
     (tmp_path / "tokenizer_config.json").write_text('{"openk3_schema": 99}')

@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
+from openk3._io import read_json
 from openk3.checkpoint.bridge import open_model
-from openk3.checkpoint.hf.folder import Survey, read_json
+from openk3.checkpoint.hf.folder import Survey
 from openk3.checkpoint.hf.layout import is_float32
 from openk3.checkpoint.hf.load import load
 from openk3.checkpoint.hf.read import FileReader
@@ -125,7 +126,7 @@ def files_of_rank(path: str | Path, rank: int) -> list[Path]:
     table_path = Path(path) / RANKS
     if not table_path.exists():
         raise CheckpointError(f"{table_path} is missing; convert the folder with --expert-ranks")
-    table = read_json(table_path)
+    table = read_json(table_path, CheckpointError)
     if not 0 <= rank < len(table["ranks"]):
         raise InputError(f"rank is {rank}; {path} was cut for {len(table['ranks'])} ranks")
     return [Path(path) / name for name in [*table["common"], *table["ranks"][rank]]]

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from openk3._io import atomic_dir, fsync_dir, require_disk
+from openk3._io import atomic_dir, fsync_dir, read_json, require_disk
 from openk3.errors import CheckpointError, StorageError
 
 SCHEMA = 2
@@ -161,13 +161,10 @@ def require_same(path: str | Path, saved: Mapping[str, Any], wanted: Mapping[str
 
 
 def _read_state(path: Path) -> dict[str, Any]:
-    try:
-        state = json.loads((path / "state.json").read_text("utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is no complete checkpoint: it has no state.json") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path / 'state.json'}: {error}") from error
-    if not isinstance(state, dict) or not {"schema", "step", "files"} <= state.keys():
+    if not (path / "state.json").exists():
+        raise CheckpointError(f"{path} is no complete checkpoint: it has no state.json")
+    state = read_json(path / "state.json", CheckpointError)
+    if not {"schema", "step", "files"} <= state.keys():
         raise CheckpointError(f"{path / 'state.json'} is not a checkpoint's")
     if state["schema"] != SCHEMA:
         raise CheckpointError(

@@ -14,7 +14,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "quickstart": ("openk3.cli.quickstart", "train a small K3 here, in minutes, and let it speak"),
     "pretrain": ("openk3.cli.pretrain", "train a model from a recipe; stop and resume any time"),
     "generate": ("openk3.cli.generate", "continue a text"),
-    "chat": ("openk3.cli.chat", "write a text together with a model"),
+    "chat": ("openk3.cli.chat", "talk with a model: tools, pictures, thinking"),
     "report": ("openk3.cli.report", "a run as one HTML page, and PNG plots"),
     "inspect": ("openk3.cli.inspect", "parameters, FLOPs and memory of a model; what files hold"),
     "convert": ("openk3.cli.convert", "rewrite a model folder: formats, layouts, shards"),

@@ -12,9 +12,6 @@ def main(argv: list[str]) -> int:
     parser = common.parser("generate", 'Continue a text: k3 generate runs/quickstart "def "')
     speak.add_options(parser, max_tokens=128)
     parser.add_argument("prompt", nargs="?", default="", help="the text; - reads standard input")
-    parser.add_argument("--expert-cache-gb", type=float, metavar="GB",
-                        help="leave the experts of a model folder on disk, behind a cache of so "
-                        "many 10^9 bytes, so that the model may be larger than memory")  # fmt: skip
     picture = "a picture to look at before the text; may be given several times"
     parser.add_argument("--image", action="append", type=Path, metavar="FILE", help=picture)
     common.add_threads(parser)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from openk3.errors import CheckpointError, InputError
 from openk3.obs.progress import Progress
+from openk3.text.special_tokens import END_OF_MSG, EOS
 
 if TYPE_CHECKING:
     from openk3.checkpoint.experts import CacheStats
@@ -52,39 +53,52 @@ class Speaker:
 
         `say` receives the text as soon as it is whole. Returns the new ids.
         """
-        import torch
-
         decoder = self.tokenizer.stream_decoder(skip_special=True)
-        stops = {self.tokenizer.eos_id, self.model.config.eos_token_id}
         new: list[int] = []
 
-        def take(step_ids: torch.Tensor) -> None:
-            new.append(int(step_ids[0]))
-            say(decoder.feed(new[-1]))
+        def take(token_id: int) -> None:
+            new.append(token_id)
+            say(decoder.feed(token_id))
 
         # a text begins after an end-of-text token, as in training
-        prompt = ids or [self.tokenizer.eos_id]
+        self.stream(ids or [self.tokenizer.eos_id], options, take, images)
+        say(decoder.finish())
+        return new
+
+    def stream(
+        self,
+        ids: list[int],
+        options: Namespace,
+        take: Callable[[int], None],
+        images: "ImageInputs | None" = None,
+    ) -> None:
+        """`complete`, but `take` receives the ids one by one."""
+        import torch
+
+        special, config = self.tokenizer.special_tokens, self.model.config
+        stops = {
+            config.eos_token_id,
+            *(special[name] for name in (EOS, END_OF_MSG) if name in special),
+        }
         place = self.model.lm_head.weight.device
         seen = {}
         if images is not None:
             seen["pixel_values"] = torch.from_numpy(images.pixel_values).to(place)
             seen["grid_thws"] = torch.from_numpy(images.grid_thws).to(place)
         self.model.generate(
-            torch.tensor([prompt], device=place),
+            torch.tensor([ids], device=place),
             **seen,
             max_new_tokens=options.max_tokens,
             temperature=options.temperature,
             top_p=options.top_p,
             seed=options.seed,
             stop_ids=sorted(stops),
-            on_token=take,
+            on_token=lambda step_ids: take(int(step_ids[0])),
         )
-        say(decoder.finish())
-        return new
 
 
-def add_options(parser: ArgumentParser, max_tokens: int) -> None:
-    """The model and how it speaks."""
+def add_options(parser: ArgumentParser, max_tokens: int | None) -> None:
+    """The model and how it speaks. max_tokens None leaves that default to the verb."""
     parser.add_argument("model", type=Path, metavar="MODEL", help="a run folder or a model folder")
     parser.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.7, help="0 takes the likeliest")
@@ -92,6 +106,9 @@ def add_options(parser: ArgumentParser, max_tokens: int) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    parser.add_argument("--expert-cache-gb", type=float, metavar="GB",
+                        help="leave the experts of a model folder on disk, behind a cache of so "
+                        "many 10^9 bytes, so that the model may be larger than memory")  # fmt: skip
 
 
 def open_speaker(

@@ -58,7 +58,7 @@ def read(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"there is no recipe file {path}{hint}") from None
     except OSError as error:
         raise ConfigError(f"cannot read recipe {path}: {error.strerror}") from error
-    except ValueError as error:  # both decoders and UnicodeDecodeError
+    except (ValueError, RecursionError) as error:  # both decoders and UnicodeDecodeError
         raise ConfigError(
             f"{path} is not valid {path.suffix[1:].upper() or 'TOML'}: {error}"
         ) from error

@@ -8,7 +8,6 @@ Legend: N patches of all pictures, P patch side in pixels.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from openk3._io import read_json
 from openk3.errors import ConfigError
 from openk3.text.image_file import check_mode, open_image, pillow
 from openk3.text.special_tokens import MEDIA_BEGIN, MEDIA_CONTENT, MEDIA_END, MEDIA_PAD
@@ -79,6 +79,11 @@ class ImageProcessor:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} ({value!r}) must be an integer of at least 1")
+        for name in ("mean", "std"):
+            value = getattr(self, name)
+            numbers = isinstance(value, tuple) and all(isinstance(v, int | float) for v in value)
+            if not numbers or len(value) != 3 or (name == "std" and not all(value)):
+                raise ConfigError(f"{name} ({value!r}) must be three numbers, std's not 0")
         if self.max_side % self.merge_size:
             raise ConfigError(
                 f"max_side ({self.max_side}) must be a multiple of merge_size ({self.merge_size})"
@@ -96,10 +101,10 @@ class ImageProcessor:
         path = Path(folder) / CONFIG_NAME
         if not path.is_file():
             return cls(patch_size=patch_size, merge_size=merge_size)
+        published = read_json(path, ConfigError)
         try:
-            published = json.loads(path.read_text("utf-8"))
             return cls.from_hf(published)
-        except ValueError as error:  # also of bad JSON, bad UTF-8
+        except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
 
     @classmethod
@@ -113,7 +118,7 @@ class ImageProcessor:
                 raise ConfigError(f"{CONFIG_KEY}.{key} is {config[key]!r}; only {value!r} is known")
         fields = {key: config[name] for key, name in _PUBLISHED.items() if name in config}
         for key in ("mean", "std"):
-            if key in fields:
+            if isinstance(fields.get(key), list):
                 fields[key] = tuple(fields[key])
         return cls(**fields)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from openk3._io import atomic_file, write_json
+from openk3._io import atomic_file, read_json, write_json
 from openk3.errors import DataError
 from openk3.text import special_tokens as special
 from openk3.text.byte_level import byte_alphabet, vocab_bytes
@@ -51,18 +51,8 @@ def _find(path: Path) -> Path:
     raise DataError(f"{path}: holds neither {JSON_NAME} nor {RANKS_NAME}")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise DataError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
 def _read_config(path: Path) -> dict[str, Any]:
-    config = _read_json(path) if path.is_file() else {}
+    config = read_json(path, DataError) if path.is_file() else {}
     schema = config.get("openk3_schema", SCHEMA)
     if schema != SCHEMA:
         raise DataError(f"{path}: openk3_schema is {schema}, this version reads {SCHEMA}")
@@ -116,7 +106,7 @@ def _slots(
 
 
 def _load_json(path: Path, table: Mapping[str, int] | None) -> Parts:
-    data = _read_json(path)
+    data = read_json(path, DataError)
     added = _check_json(data, path)
     vocab: dict[str, int] = data["model"]["vocab"]
     names = {token["content"]: token["id"] for token in added}

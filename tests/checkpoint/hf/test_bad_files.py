@@ -76,10 +76,34 @@ def test_index_that_names_the_wrong_shard(folder, spoil):
     refused(folder, NORM, other)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"weight_map": {}}', '{"weight_map": 3}'])
-def test_unreadable_index(folder, text):
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("", "not JSON"),
+        ("{", "not JSON"),
+        ("[]", "not a JSON object"),
+        ('{"weight_map": {}}', "weight_map"),
+        ('{"weight_map": 3}', "weight_map"),
+        ('{"weight_map": ' + "[" * 100_000, "nested too deeply"),
+        ('{"weight_map": ' + '{"a":' * 100_000, "nested too deeply"),
+        ('{"weight_map": {"a": "x", "a": "y"}}', "'a' twice"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_unreadable_index(folder, text, word):
     (folder / INDEX).write_text(text)
-    refused(folder, INDEX)
+    refused(folder, INDEX, word)
+
+
+def test_the_size_that_an_index_claims_is_not_believed(folder, spoil):
+    spoil.edit_index(lambda i: i.update(metadata={"total_size": 10**400}))
+    assert survey(folder).complete
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": 1, "a": 2}', "[]", "\xff"])
+def test_unreadable_config(folder, text):
+    (folder / "config.json").write_bytes(text.encode("latin-1"))
+    refused(folder, "config.json", "JSON" if text[0] != "{" else "'a' twice")
 
 
 def test_wrong_shape(folder, spoil):
@@ -212,7 +236,7 @@ def tensor(start=0, end=8, shape=(2,), dtype="F32"):
     [
         (b"{ ", "not JSON"),
         (b"\xff\xfe", "not JSON"),
-        (b"[" * 100_000, "not JSON"),
+        (b"[" * 100_000, "nested too deeply"),
         (b"[]", "not a JSON object"),
         (b'{"a": {"dtype":"U8","shape":[8],"data_offsets":[0,8]}, "a": {}}', "'a' twice"),
         ({"a": tensor(dtype="F4")}, "'F4'"),
@@ -220,6 +244,10 @@ def tensor(start=0, end=8, shape=(2,), dtype="F32"):
         ({"a": tensor(shape=(-2,))}, "malformed"),
         ({"a": tensor(shape=(2.0,))}, "malformed"),
         ({"a": tensor(shape=(True, 2))}, "malformed"),
+        ({"a": tensor(shape=(10**4000, 10**4000))}, "malformed"),
+        ({"a": tensor(shape=(1,) * 100_000)}, "malformed"),
+        ({"a": tensor(end=1 << 64)}, "malformed"),
+        ({"a": tensor(dtype=["F32"])}, "not known"),
         ({"a": tensor(end=-8)}, "malformed"),
         ({"a": {**tensor(), "more": 1}}, "expected exactly"),
         ({"a": 3}, "expected exactly"),
@@ -234,6 +262,7 @@ def test_headers_that_lie(tmp_path, header, word):
     with pytest.raises(CheckpointError, match=r"x\.safetensors") as caught:
         read_header(path)
     assert word in str(caught.value)
+    assert len(str(caught.value)) < 500 + len(str(path))
 
 
 def test_a_header_longer_than_its_file_is_not_read(tmp_path):

@@ -4,13 +4,13 @@
 config.json, one model.safetensors or an index with shards, and files that travel along.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from openk3._io import read_json
 from openk3.checkpoint.hf.foreign import foreign_config, foreign_tensors
 from openk3.checkpoint.hf.header import Entry, read_header
 from openk3.checkpoint.hf.layout import (
@@ -109,7 +109,7 @@ def survey(path: str | Path) -> Survey:
     path = Path(path)
     if not (path / "config.json").is_file():
         raise CheckpointError(f"{path} is no model folder: it has no config.json")
-    raw = read_json(path / "config.json")
+    raw = read_json(path / "config.json", CheckpointError)
     foreign = foreign_config(raw)
     if foreign:
         raise CheckpointError(
@@ -224,7 +224,7 @@ def _read_entries(path: Path, wrong: list[str]) -> dict[str, Entry]:
             f"{path} has neither {SINGLE} nor {INDEX}"
             + (f"; {pickles[0].name} is a pickle, which is never loaded" if pickles else "")
         )
-    weight_map = read_json(index_path).get("weight_map")
+    weight_map = read_json(index_path, CheckpointError).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index_path}: weight_map is missing or empty")
     for name, shard in weight_map.items():
@@ -246,16 +246,3 @@ def _read_entries(path: Path, wrong: list[str]) -> dict[str, Entry]:
         if shard in counts and name not in entries:
             wrong.append(f"the index puts {name} into {shard}, which does not hold it")
     return entries
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises CheckpointError that names it."""
-    try:
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    return value

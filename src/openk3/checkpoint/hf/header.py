@@ -3,14 +3,15 @@
 A file is: 8 bytes little-endian header length, JSON {name: {dtype, shape, data_offsets}}, data.
 """
 
-import json
 import os
+import reprlib
 import struct
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from openk3._io import parse_json
 from openk3.errors import CheckpointError
 
 ITEM_BYTES = {
@@ -18,6 +19,7 @@ ITEM_BYTES = {
     "U16": 2, "I16": 2, "F32": 4, "U32": 4, "I32": 4, "F64": 8, "U64": 8, "I64": 8,
 }  # fmt: skip
 _MAX_HEADER = 100_000_000
+_MAX_DIMS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             text = handle.read(length)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-    table = _parse(path, text)
+    table = parse_json(text, f"{path}: the header", CheckpointError)
     data_start = 8 + length
     entries = [
         _entry(path, name, value, data_start)
@@ -76,35 +78,18 @@ def read_header(path: Path) -> dict[str, Entry]:
     return {entry.name: entry for entry in entries}
 
 
-def _parse(path: Path, text: bytes) -> dict[str, Any]:
-    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        table = dict(pairs)
-        if len(table) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise CheckpointError(f"{path}: the header lists {twice!r} twice")
-        return table
-
-    try:
-        table = json.loads(text, object_pairs_hook=no_duplicates)
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path}: the header is not JSON ({error})") from error
-    if not isinstance(table, dict):
-        raise CheckpointError(f"{path}: the header is not a JSON object")
-    return table
-
-
 def _entry(path: Path, name: str, value: Any, data_start: int) -> Entry:
     where = f"{path}: tensor {name!r}"
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{where}: expected exactly dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if dtype not in ITEM_BYTES:
-        raise CheckpointError(f"{where}: dtype {dtype!r} is not known here")
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise CheckpointError(f"{where}: dtype {reprlib.repr(dtype)} is not known here")
     if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
-        raise CheckpointError(f"{where}: shape {shape!r} or data_offsets {offsets!r} is malformed")
+        raise CheckpointError(
+            f"{where}: shape {reprlib.repr(shape)} or data_offsets {reprlib.repr(offsets)} is "
+            f"malformed; expected lists of numbers from 0 to 2^63, at most {_MAX_DIMS} of them"
+        )
     num_bytes = offsets[1] - offsets[0]
     if num_bytes != prod(shape) * ITEM_BYTES[dtype]:
         raise CheckpointError(
@@ -115,4 +100,8 @@ def _entry(path: Path, name: str, value: Any, data_start: int) -> Entry:
 
 
 def _naturals(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+    return (
+        isinstance(value, list)
+        and len(value) <= _MAX_DIMS
+        and all(type(item) is int and 0 <= item < 1 << 63 for item in value)
+    )
