@@ -69,3 +69,16 @@ def test_wrong_shape_or_layer_is_named():
         clip_mla_weights(weights(), {3: torch.ones(2)}, C, 100.0)
     with pytest.raises(InputError, match=r"no weight layers\.0\.self_attn\.q_b_proj"):
         clip_mla_weights(weights(), {0: torch.ones(H)}, C, 100.0)
+
+
+@pytest.mark.parametrize("cut", [7, H * (NOPE + ROPE) // 2 + 3])
+def test_rows_of_a_sharded_weight_are_scaled_as_the_whole_is(cut):
+    whole, peaks = weights(), {3: torch.tensor([50.0, 400.0, 0.0, 120.0])}
+    parts = [{n: t[:cut].clone() for n, t in whole.items()}]
+    parts += [{n: t[cut:].clone() for n, t in whole.items()}]
+    clip_mla_weights(whole, peaks, C, 100.0)
+    for i, part in enumerate(parts):
+        rows = {n: ((0, cut), (cut, len(t)))[i] for n, t in whole.items()}
+        assert clip_mla_weights(part, peaks, C, 100.0, rows) == 2
+    for name, t in whole.items():
+        assert torch.equal(torch.cat([p[name] for p in parts]), t)

@@ -25,10 +25,17 @@ def init_weights(model: nn.Module, std: float, seed: int) -> None:
     """Fill every parameter of `model` from one seed, in name order, on the CPU's generator."""
     rng = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
-        _fill(name, weight, std, rng)
+        fill(name, weight, std, rng)
 
 
-def _fill(name: str, weight: Tensor, std: float, rng: torch.Generator) -> None:
+def init_buffers(model: nn.Module) -> None:
+    """Give the buffers of a model that was built without storage their first values."""
+    for name, buffer in model.named_buffers():
+        buffer.fill_(-torch.inf if name.endswith("max_logits") else 0)
+
+
+def fill(name: str, weight: Tensor, std: float, rng: torch.Generator) -> None:
+    """The first values of the whole parameter `name`; draws what it needs from `rng`."""
     if name.endswith(("norm.weight", "norm0.weight", "norm1.weight")):
         weight.fill_(1)
     elif name.endswith(("A_log", "_res_proj.weight")):

@@ -18,12 +18,17 @@ from openk3.errors import InputError
 
 @torch.no_grad()
 def clip_mla_weights(
-    weights: Mapping[str, Tensor], max_logits: Mapping[int, Tensor], config: ModelConfig, tau: float
+    weights: Mapping[str, Tensor],
+    max_logits: Mapping[int, Tensor],
+    config: ModelConfig,
+    tau: float,
+    rows: Mapping[str, tuple[int, int]] | None = None,
 ) -> Tensor:
     """Scale heads in place; returns how many heads were scaled, int64 [] on their device.
 
     weights: float32 masters by parameter name; max_logits: 0-based layer -> [H] largest scaled
-    logit of the step over the whole global batch. A head never grows; S_max <= 0 changes nothing.
+    logit of the step over the whole global batch. `rows` names the first row and the row after the
+    last that are here of a weight that is sharded. A head never grows; S_max <= 0 changes nothing.
     """
     clipped = []
     for layer, largest_H in max_logits.items():
@@ -32,25 +37,28 @@ def clip_mla_weights(
                 f"max_logits of layer {layer} has shape {tuple(largest_H.shape)}; expected "
                 f"({config.num_attention_heads},), one per head"
             )
-        q, kv = (_find(weights, layer, part) for part in ("q_b_proj", "kv_b_proj"))
         # clamp first: tau / S of a negative maximum would be negative, of zero infinite
-        gamma_H = tau / largest_H.to(q).clamp(min=tau)
-        _scale_heads(q, gamma_H, config)
-        kv_heads = kv.unflatten(0, (config.num_attention_heads, -1))
-        kv_heads[:, : config.qk_nope_head_dim].mul_(gamma_H.sqrt()[:, None, None])
+        gamma_H = tau / largest_H.float().clamp(min=tau)
+        for part, factors in zip(("q_b_proj", "kv_b_proj"), _factors(gamma_H, config), strict=True):
+            name = _find(weights, layer, part)
+            start, stop = (0, len(factors)) if rows is None else rows[name]
+            weights[name].mul_(factors[start:stop, None].to(weights[name]))
         clipped.append((gamma_H < 1).sum())
     return torch.stack(clipped).sum() if clipped else torch.zeros((), dtype=torch.int64)
 
 
-def _scale_heads(q: Tensor, gamma_H: Tensor, config: ModelConfig) -> None:
-    heads = q.unflatten(0, (config.num_attention_heads, config.qk_head_dim))
-    heads[:, : config.qk_nope_head_dim].mul_(gamma_H.sqrt()[:, None, None])
-    heads[:, config.qk_nope_head_dim :].mul_(gamma_H[:, None, None])
+def _factors(gamma_H: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """What each row of q_b and of kv_b is multiplied by."""
+    nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+    root_H1, gamma_H1 = gamma_H.sqrt()[:, None], gamma_H[:, None]
+    q = torch.cat([root_H1.expand(-1, nope), gamma_H1.expand(-1, rope)], 1)
+    kv = torch.cat([root_H1.expand(-1, nope), torch.ones_like(gamma_H1).expand(-1, value)], 1)
+    return q.flatten(), kv.flatten()
 
 
-def _find(weights: Mapping[str, Tensor], layer: int, part: str) -> Tensor:
+def _find(weights: Mapping[str, Tensor], layer: int, part: str) -> str:
     suffix = f"layers.{layer}.self_attn.{part}.weight"
     for prefix in ("", "model.", "language_model.model."):
         if prefix + suffix in weights:
-            return weights[prefix + suffix]
+            return prefix + suffix
     raise InputError(f"max_logits names layer {layer}, but there is no weight {suffix}")

@@ -3,7 +3,7 @@
 All state is a flat dict of named tensors, so that a checkpoint needs no pickle.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,15 +19,20 @@ class Optimizer:
     """Moves float32 master weights; the learning rate is an argument of every step."""
 
     def __init__(
-        self, weights: Mapping[str, Tensor], assignments: Sequence[Assignment], recipe: OptimRecipe
+        self,
+        weights: Mapping[str, Tensor],
+        assignments: Sequence[Assignment],
+        recipe: OptimRecipe,
+        make_muon: Callable[..., Muon] = Muon,
     ) -> None:
-        """weights: name -> float32 leaf with `.grad`; assignments: from `groups.assign_all`."""
+        """weights: name -> float32 leaf with `.grad`; assignments: from `groups.assign_all`;
+        make_muon: takes what `Muon` takes, for weights of which not all rows are here."""
         self.recipe = recipe
         by_kind: dict[str, list[Assignment]] = {"muon": [], "matrix": [], "embed": [], "plain": []}
         for assignment in assignments:
             by_kind[assignment.kind].append(assignment)
         on_gpu = any(w.is_cuda for w in weights.values())
-        self.muon = Muon(
+        self.muon = make_muon(
             [MuonParameter(a.name, weights[a.name], a.rows) for a in by_kind["muon"]],
             momentum=recipe.momentum,
             weight_decay=recipe.weight_decay,

@@ -51,11 +51,7 @@ class World:
     def sum_all(self, tensors: Sequence[Tensor]) -> None:
         """Sum each tensor over processes, in place, through flat buckets."""
         if self.size > 1:
-            for bucket in _buckets(tensors):
-                flat = torch.cat([t.reshape(-1) for t in bucket])
-                dist.all_reduce(flat)
-                for t, piece in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
-                    t.copy_(piece.view_as(t))
+            sum_all(tensors)
 
     def copy_from_main(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite the tensors with those of rank 0."""
@@ -78,6 +74,15 @@ class World:
         """Wait until every process is here."""
         if self.size > 1:
             dist.barrier()
+
+
+def sum_all(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Sum each tensor over the processes of `group`, in place, through flat buckets."""
+    for bucket in _buckets(tensors):
+        flat = torch.cat([t.reshape(-1) for t in bucket])
+        dist.all_reduce(flat, group=group)
+        for t, piece in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+            t.copy_(piece.view_as(t))
 
 
 @contextmanager

@@ -5,19 +5,26 @@ float32 copy that the optimizer moves; gradients of all micro-batches add up in 
 A_log, dt_bias, convolutions, o_norm and the router bias are float32 in every case.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from openk3.config.recipe import Recipe
 from openk3.errors import CheckpointError
 from openk3.model.init import cast
+from openk3.model.k3 import K3
+from openk3.parallel.world import World
 
 
 class Masters:
     """`weights`: name -> float32 leaf whose `.grad` holds the step's gradient, in model order."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+    rows: Mapping[str, tuple[int, int]] | None = None
+    """Which rows of each weight are here: all of them."""
+
+    def __init__(self, model: K3, dtype: torch.dtype) -> None:
         """Casts `model`, which must be float32, to `dtype` in place."""
         self.model = model
         self.weights: dict[str, Tensor] = {}
@@ -52,6 +59,21 @@ class Masters:
                 weight.grad = torch.zeros_like(weight)
         return [w.grad for w in self.weights.values() if w.grad is not None]
 
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        """Around a forward and backward pass; nothing is reduced before `summed_grads`."""
+        yield
+
+    def summed_grads(self, world: World) -> list[Tensor]:
+        """`grads` of all processes together."""
+        grads = self.grads()
+        world.sum_all(grads)
+        return grads
+
+    def norm(self, grads: list[Tensor]) -> float:
+        """Of all gradients as one vector, in float32."""
+        return float(torch.nn.utils.get_total_norm(grads))
+
     def clear_grads(self) -> None:
         """Forget the gradients."""
         for weight in self.weights.values():
@@ -85,3 +107,11 @@ class Masters:
                 )
             target.copy_(tensors[name])
         self.publish()
+
+
+def compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
+    """The dtype of products on `device`."""
+    name = recipe.train.compute_dtype
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" else "float32"
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

@@ -29,7 +29,7 @@ from openk3.text.tokenizer import load as load_tokenizer
 from openk3.train.guard import Guard
 from openk3.train.journal import Journal
 from openk3.train.loop import Sampler, Trainer
-from openk3.train.masters import Masters
+from openk3.train.masters import Masters, compute_dtype
 from openk3.train.memory import peak_flops
 from openk3.train.sources import Data, held_out, open_data, with_special_ids
 from openk3.train.step import Loss, Stepper, next_token_loss
@@ -45,15 +45,14 @@ def build_trainer(
 ) -> Trainer:
     """A Trainer at step 0 that writes nothing yet. Raises ConfigError."""
     batch_rows = micro_rows(recipe, world.size)
-    model = K3(recipe.model, seed=recipe.train.seed).to(world.device)
-    masters = Masters(model, compute_dtype(recipe, world.device))
-    world.copy_from_main(masters.weights.values())
-    masters.publish()
-    optimizer = Optimizer(
-        masters.weights, assign_all(masters.weights.items(), recipe.model), recipe.optim
-    )
+    if recipe.parallel.zero:
+        from openk3.train.sharded import build_sharded  # FSDP takes seconds to import
+
+        masters, optimizer = build_sharded(recipe, world)
+    else:
+        masters, optimizer = build_whole(recipe, world)
     stepper = Stepper(
-        model=model,
+        model=masters.model,
         masters=masters,
         optimizer=optimizer,
         guard=Guard(recipe.train.spike_nats, recipe.train.max_bad_steps),
@@ -93,12 +92,14 @@ def micro_rows(recipe: Recipe, world_size: int) -> int:
     return micro
 
 
-def compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
-    """The dtype of products on `device`."""
-    name = recipe.train.compute_dtype
-    if name == "auto":
-        name = "bfloat16" if device.type == "cuda" else "float32"
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+def build_whole(recipe: Recipe, world: World) -> tuple[Masters, Optimizer]:
+    """Model, weights and optimizer of which every process holds everything."""
+    model = K3(recipe.model, seed=recipe.train.seed).to(world.device)
+    masters = Masters(model, compute_dtype(recipe, world.device))
+    world.copy_from_main(masters.weights.values())
+    masters.publish()
+    assignments = assign_all(masters.weights.items(), recipe.model)
+    return masters, Optimizer(masters.weights, assignments, recipe.optim)
 
 
 def make_sampler(recipe: Recipe, model: K3, tokenizer: Tokenizer) -> Sampler:

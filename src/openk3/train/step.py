@@ -6,7 +6,7 @@ how many there are: a mean over tokens, whatever the packing, accumulation or nu
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from openk3.optim.optimizer import Optimizer
 from openk3.parallel.world import World
 from openk3.train.guard import Guard
 from openk3.train.masters import Masters
+
+if TYPE_CHECKING:
+    from openk3.train.sharded import ShardedMasters
 
 MTP_WEIGHT = 0.3
 """Share of the MTP layer's loss in the gradient."""
@@ -93,7 +96,7 @@ class Stepper:
     """The moving parts of a step."""
 
     model: K3
-    masters: Masters
+    masters: "Masters | ShardedMasters"
     optimizer: Optimizer
     guard: Guard
     recipe: OptimRecipe
@@ -119,9 +122,8 @@ class Stepper:
         counts = self.world.sum(counts.to(self.world.device))
         num_tokens, num_positions, num_bytes = (int(n) for n in counts)
         total = self._gradients(batches, num_tokens, probe)
-        grads = self.masters.grads()
-        self.world.sum_all(grads)
-        norm = float(torch.nn.utils.get_total_norm(grads))
+        grads = self.masters.summed_grads(self.world)
+        norm = self.masters.norm(grads)
         loss = float(self.world.sum(total)) / max(1, num_tokens)
         bad = self.guard.judge(loss, norm)
         if before_update is not None and bad is None:
@@ -133,8 +135,9 @@ class Stepper:
     def _gradients(self, batches: Sequence[Batch], num_tokens: int, probe: Probe | None) -> Tensor:
         total = torch.zeros((), device=self.world.device)
         for i, batch in enumerate(batches):
-            loss = self.loss(self.model, batch, probe if i == 0 else None)
-            (loss / max(1, num_tokens)).backward()
+            with self.masters.micro_batch(last=i + 1 == len(batches)):
+                loss = self.loss(self.model, batch, probe if i == 0 else None)
+                (loss / max(1, num_tokens)).backward()
             total += loss.detach()
         return total
 
@@ -145,7 +148,11 @@ class Stepper:
         self.optimizer.step(lr)
         peaks = {layer: self.world.max(p) for layer, p in self.model.max_logits().items()}
         clipped = clip_mla_weights(
-            self.masters.weights, peaks, self.model.config, self.recipe.logit_cap
+            self.masters.weights,
+            peaks,
+            self.model.config,
+            self.recipe.logit_cap,
+            self.masters.rows,
         )
         self.masters.publish()
         self.model.update_balancing(self._sum)
