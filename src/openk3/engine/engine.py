@@ -1,0 +1,321 @@
+"""The engine: requests in, one step at a time, new tokens out.
+
+`step` is the whole walk: the scheduler makes a plan, the runner computes it, `_commit` lands it.
+`add` and `abort` may be called from another thread, also while a step computes.
+"""
+
+from collections.abc import Sequence as Seq
+from threading import RLock
+from typing import Any, cast
+
+from openk3._io import Clock, SystemClock
+from openk3.engine.cache import Memory
+from openk3.engine.cache.checks import check
+from openk3.engine.plan import ChunkResult, Prompt, Runner, StepPlan, num_host_pages
+from openk3.engine.scheduler import Row, Scheduler
+from openk3.engine.sequence import Sequence
+from openk3.engine.types import EngineConfig, FinishReason, Output, Request, Stats
+from openk3.errors import ConfigError, ConflictError, InputError, LimitError
+
+
+class Engine:
+    """Continuous batching over a runner, or over a model through the runner for models.
+
+    `model` is an `openk3.model.K3` or anything that follows `openk3.engine.plan.Runner`."""
+
+    def __init__(
+        self, model: Any, config: EngineConfig | None = None, *, clock: Clock | None = None
+    ) -> None:
+        self.config = config or EngineConfig()
+        self.runner = _runner_for(model, self.config)
+        self.clock = clock or SystemClock()
+        shape = self.runner.geometry
+        if shape.page_tokens % self.config.hash_block:
+            raise ConfigError(
+                f"page_tokens ({shape.page_tokens}) must be a multiple of hash_block "
+                f"({self.config.hash_block})"
+            )
+        self.max_context = min(
+            self.runner.max_positions, (shape.num_pages - shape.kda_groups) * shape.page_tokens
+        )
+        if self.max_context < 2:
+            raise ConfigError(
+                f"{shape.num_pages} pages hold no sequence: its state alone takes "
+                f"{shape.kda_groups}; raise num_pages or memory_bytes"
+            )
+        self.memory = Memory(
+            shape,
+            self.config.hash_block,
+            enabled=self.config.prefix_cache,
+            num_host_pages=num_host_pages(shape, self.config),
+            poison=self.config.debug,
+        )
+        self.scheduler = Scheduler(self.runner, self.config, self.memory, self.max_context)
+        self._known: dict[str, Sequence] = {}
+        self._done: list[Output] = []
+        """Ends that no step has reported yet."""
+        self._aborting: list[Sequence] = []
+        """To be ended when the step under way has been computed."""
+        self._lock = RLock()
+        self._computing = False
+        self._arrivals = 0
+        self._counts = dict.fromkeys(
+            (
+                "steps",
+                "prompt_tokens",
+                "cached_tokens",
+                "computed_tokens",
+                "generated_tokens",
+                "aborted",
+                "finished",
+                "drafted_tokens",
+                "accepted_tokens",
+            ),
+            0,
+        )
+
+    # Requests
+
+    def add(self, request: Request) -> None:
+        """Queue a request. InputError if it can never run, LimitError if the queue is full,
+        ConflictError if one of the same id has not ended."""
+        prompt = self.runner.expand(request) if request.media else Prompt(request.prompt_ids)
+        self._validate(request, prompt)
+        chain = self.memory.chain(request, prompt)
+        with self._lock:
+            if request.id in self._known:
+                raise ConflictError(f"request {request.id!r} is running; ids must differ")
+            if len(self.scheduler.waiting) >= self.config.max_queued:
+                raise LimitError(
+                    f"{self.config.max_queued} requests are waiting (max_queued); try again later"
+                )
+            if chain.root != self.memory.root(request):  # new weights came while it was hashed
+                chain = self.memory.chain(request, prompt)
+            self._arrivals += 1
+            seq = Sequence(
+                request, prompt, chain, self._arrivals, self.clock.now(), self.runner.end_id
+            )
+            self._known[request.id] = seq
+            self.scheduler.enqueue(seq)
+
+    def _validate(self, request: Request, prompt: Prompt) -> None:
+        ids = prompt.ids
+        if not ids:
+            raise InputError("prompt_ids is empty; a prompt has at least one token")
+        if not 0 <= min(ids) <= max(ids) < self.runner.vocab_size:
+            raise InputError(
+                f"prompt_ids has an id outside [0, {self.runner.vocab_size}): "
+                f"{min(ids) if min(ids) < 0 else max(ids)}"
+            )
+        if len(ids) >= self.max_context:
+            raise InputError(
+                f"the prompt has {len(ids)} tokens, and prompt and answer together may have "
+                f"{self.max_context}"
+            )
+
+    def abort(self, request_id: str) -> None:
+        """End a request at once, or when the step under way has been computed. Its Output comes
+        with the next step. No-op for an id that is not known or has ended."""
+        with self._lock:
+            seq = self._known.get(request_id)
+            if seq is None or seq.aborted:
+                return
+            seq.aborted = True
+            if self._computing:
+                self._aborting.append(seq)
+            else:
+                self._end(seq, "abort")
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do or report anything."""
+        return bool(self.scheduler.running or self.scheduler.waiting or self._done)
+
+    # A step
+
+    def step(self) -> list[Output]:
+        """Compute one batch. What it brought, for each request that it concerned."""
+        with self._lock:
+            assert not self._computing, "step is called while another step computes"
+            plan = self.scheduler.plan()
+            if plan is None:
+                return self._take_done()
+            self._computing = True
+            self._count_admitted()
+        results = self._run(plan)
+        with self._lock:
+            self._computing = False
+            outputs = self._commit(results)
+            if self.config.debug:
+                check(self.scheduler, self.memory)
+            return [*self._take_done(), *outputs]
+
+    def _run(self, plan: StepPlan) -> Seq[ChunkResult]:
+        ran = False
+        try:
+            results = self.runner.run(plan)
+            ran = True
+            return results
+        finally:
+            if not ran:
+                with self._lock:
+                    self._computing = False
+                    self._recover()
+
+    def _take_done(self) -> list[Output]:
+        done, self._done = self._done, []
+        return done
+
+    def _count_admitted(self) -> None:
+        for seq in self.scheduler.admitted:
+            if seq.admissions == 1:
+                self._counts["prompt_tokens"] += seq.num_prompt
+                self._counts["cached_tokens"] += seq.cached_tokens
+        self.scheduler.admitted.clear()
+
+    def _commit(self, results: Seq[ChunkResult]) -> list[Output]:
+        """Land memory, then tokens; end what has ended."""
+        rows = list(self.scheduler.rows.values())
+        assert len(results) == len(rows), f"{len(results)} results for {len(rows)} chunks"
+        self.memory.land_copies()
+        self._counts["steps"] += 1
+        outputs: list[Output] = []
+        for row, result in zip(rows, results, strict=True):
+            output = self._land(row, result)
+            if output:
+                outputs.append(output)
+        self._end_aborted()
+        return outputs
+
+    def _end_aborted(self) -> None:
+        for seq in self._aborting:
+            if seq.request.id in self._known:
+                self._end(seq, "abort")
+        self._aborting.clear()
+
+    def _land(self, row: Row, result: ChunkResult) -> Output | None:
+        """One row's result; None if there is nothing to report."""
+        seq, new_ids = row.seq, result.new_ids
+        if result.error is not None:
+            self.memory.spoil(seq)
+            return self._ended(seq, "error", Output(seq.request.id, (), error=result.error))
+        samples = seq.computed + row.count == len(seq.ids)
+        assert bool(new_ids) == samples, f"{len(new_ids)} new ids from a chunk, {samples=}"
+        computed = seq.computed + row.count + max(0, len(new_ids) - 1)
+        self._counts["computed_tokens"] += row.count + len(row.drafts)
+        self._counts["drafted_tokens"] += len(row.drafts)
+        self._counts["accepted_tokens"] += max(0, len(new_ids) - 1)
+        new_ids, reason = self._cut(seq, new_ids)
+        seq.ids.extend(new_ids)
+        seq.output.extend(new_ids)
+        seq.drafts = result.drafts
+        self.memory.land_pass(seq, min(computed, len(seq.ids)))
+        self._counts["generated_tokens"] += len(new_ids)
+        if not new_ids or seq.aborted:
+            return None
+        logprobs = result.logprobs[: len(new_ids)] if result.logprobs else None
+        output = Output(seq.request.id, new_ids, reason, logprobs, seq.cached_tokens)
+        return self._ended(seq, reason, output) if reason else output
+
+    def _cut(
+        self, seq: Sequence, new_ids: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], FinishReason | None]:
+        """The new ids up to the first that ends the request, and how it ends it."""
+        room = min(seq.budget, self.max_context - len(seq.ids))
+        for count, token in enumerate(new_ids, 1):
+            if token in seq.stop_ids:
+                return new_ids[:count], "stop"
+            if count == room:
+                return new_ids[:count], "length"
+        return new_ids, None
+
+    def _ended(self, seq: Sequence, reason: FinishReason, output: Output) -> Output:
+        self._remove(seq)
+        self._counts["finished"] += 1
+        if output.finish_reason is reason:
+            return output
+        return Output(
+            output.request_id,
+            output.new_ids,
+            reason,
+            output.logprobs,
+            seq.cached_tokens,
+            output.error,
+        )
+
+    def _end(self, seq: Sequence, reason: FinishReason) -> None:
+        """End a request outside of its own row's result; the next step reports it."""
+        self._remove(seq)
+        self._counts["aborted"] += 1
+        self._done.append(Output(seq.request.id, (), reason, cached_tokens=seq.cached_tokens))
+
+    def _remove(self, seq: Sequence) -> None:
+        del self._known[seq.request.id]
+        if seq.slot >= 0:
+            self.scheduler.drop(seq)
+        else:
+            self.scheduler.waiting.remove(seq)
+
+    def _recover(self) -> None:
+        """A step broke off: requests keep their tokens, and start over in clean memory."""
+        for seq in list(self.scheduler.running):
+            self.scheduler.preempt(seq)
+        self.memory.reset_after_failure()
+        self._end_aborted()
+
+    # The whole
+
+    def stats(self) -> Stats:
+        """Counters and gauges of now."""
+        with self._lock:
+            pool, scheduler = self.memory.pool, self.scheduler
+            waiting = scheduler.waiting
+            return Stats(
+                running=len(scheduler.running),
+                waiting=len(waiting),
+                pages=pool.num_pages,
+                free_pages=pool.free,
+                cached_pages=pool.idle_pages,
+                max_context=self.max_context,
+                preemptions=scheduler.preemptions,
+                host_pages=self.memory.host.num_pages - self.memory.host.free,
+                host_hits=self.memory.host_hits,
+                **self._counts,
+            )
+
+    def reset(self) -> None:
+        """Forget every reusable prefix, in the pool and in host memory. Running requests go on."""
+        with self._lock:
+            self._not_computing("reset")
+            self.memory.clear()
+
+    def drop_host(self) -> None:
+        """Forget the host tier and give its memory back."""
+        with self._lock:
+            self._not_computing("drop_host")
+            self.memory.clear(pool=False)
+            self.runner.drop_host()
+
+    def new_weights(self, version: str) -> None:
+        """The runner computes with other weights from now on: no memory of the old ones is used.
+
+        Running requests keep their tokens, and compute their memory anew."""
+        with self._lock:
+            self._not_computing("new_weights")
+            for seq in reversed(list(self.scheduler.running)):
+                self.scheduler.preempt(seq)
+            self.memory.new_weights(version)
+            for seq in self.scheduler.waiting:
+                seq.chain = self.memory.rekey(seq)
+
+    def _not_computing(self, name: str) -> None:
+        if self._computing:
+            raise ConflictError(f"{name} is called while a step computes; call it between steps")
+
+
+def _runner_for(model: Any, config: EngineConfig) -> Runner:
+    if hasattr(model, "run") and hasattr(model, "geometry"):
+        return cast(Runner, model)
+    from openk3.engine.runner import ModelRunner
+
+    return ModelRunner(model, config)
