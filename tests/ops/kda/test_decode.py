@@ -143,6 +143,21 @@ def test_a_window_is_replayed_up_to_what_was_accepted(backend, kept):
         assert torch.equal(cache[slots], t)
 
 
+def test_windows_may_live_elsewhere_than_the_states(backend):
+    slots, windows, none = torch.tensor([3, 1]), torch.tensor([0, 1]), torch.zeros(2)
+    outs = []
+    for place, count in ((slots, SLOTS), (windows, 2)):
+        layer = Layer(6)
+        pending = Pending(*(torch.full((count, 3, *t.shape[2:]), torch.nan) for t in layer.x[:5]))
+        options = {"slots": slots, "windows": place, "pending": pending, **layer.weights}
+        options |= {**layer.pool(), "backend": backend}
+        kda_decode(*layer.tokens(0, 3), accepted=none, **options)
+        outs.append(kda_decode(*layer.tokens(3, 6), accepted=torch.tensor([3, 1]), **options))
+        outs.append(options["state"].clone())
+    assert torch.equal(outs[0], outs[2])
+    assert torch.equal(outs[1], outs[3])
+
+
 def test_wrong_shapes_are_named():
     layer, pool = Layer(1), Layer(1).pool()
     options = {**pool, "slots": torch.tensor([0, 1]), **layer.weights}

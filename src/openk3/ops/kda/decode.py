@@ -25,18 +25,18 @@ TAPS = 4
 
 
 class Pending(NamedTuple):
-    """Projected inputs of the last window of every slot, before the convolution."""
+    """Projected inputs of the last window of W sequences, before the convolution."""
 
     q: Tensor
-    """[S, P, H, D]"""
+    """[W, P, H, D]"""
     k: Tensor
-    """[S, P, H, D]"""
+    """[W, P, H, D]"""
     v: Tensor
-    """[S, P, H, D]"""
+    """[W, P, H, D]"""
     g: Tensor
-    """[S, P, H, D] decay logits"""
+    """[W, P, H, D] decay logits"""
     beta: Tensor
-    """[S, P, H] logits"""
+    """[W, P, H] logits"""
 
 
 class Step(NamedTuple):
@@ -63,6 +63,8 @@ class Step(NamedTuple):
     pending: Pending | None
     accepted: Tensor | None
     """[B] int32"""
+    windows: Tensor
+    """[B] int32, rows of `pending`"""
 
 
 def _reference() -> Any:
@@ -110,6 +112,7 @@ def kda_decode(
     scale: float | None = None,
     pending: Pending | None = None,
     accepted: Tensor | None = None,
+    windows: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """T new tokens of B sequences: projections in, gated and normed heads out. No gradients.
@@ -121,8 +124,9 @@ def kda_decode(
     is contiguous. A_log [H], dt_bias [H * D], norm_weight [D]; scale None is D ** -0.5.
 
     Without `pending`, conv_state and state advance in place by the T tokens. With it, they
-    advance by the first accepted[b] tokens (0 to P) of the slot's pending window, the T <= P new
-    tokens run from there, and become the pending window. Returns o [B,T,H,D] in gate's dtype.
+    advance by the first accepted[b] tokens (0 to P) of the row's pending window, the T <= P new
+    tokens run from there, and become the pending window. windows [B] names that window; None is
+    the slot's. Returns o [B,T,H,D] in gate's dtype.
     Raises InputError, BackendError.
     """
     heads, width = q.shape[2:]
@@ -142,6 +146,7 @@ def kda_decode(
         eps,
         pending,
         None if accepted is None else accepted.int(),
+        (slots if windows is None else windows).int(),
     )
     _check(step)
     return BACKENDS.resolve(backend, device=q.device, width=width).load()(step)
@@ -160,18 +165,19 @@ def _check(step: Step) -> None:
         "conv_state": (step.conv_state, (num, 3, TAPS, heads, width)),
         "state": (step.state, (num, heads, width, width)),
         "slots": (step.slots, (batch,)),
+        "windows": (step.windows, (batch,)),
         "A_log": (step.A_log, (heads,)),
         "norm_weight": (step.norm_weight, (width,)),
     }
     if (step.pending is None) != (step.accepted is None):
         raise InputError("pending and accepted belong together; one of them is missing")
     if step.pending is not None and step.accepted is not None:
-        capacity = step.pending.q.shape[1]
+        many, capacity = step.pending.q.shape[:2]
         if tokens > capacity:
             raise InputError(f"{tokens} new tokens do not fit a pending window of {capacity}")
         for name in ("q", "k", "v", "g"):
-            wanted[f"pending.{name}"] = getattr(step.pending, name), (num, capacity, heads, width)
-        wanted["pending.beta"] = step.pending.beta, (num, capacity, heads)
+            wanted[f"pending.{name}"] = getattr(step.pending, name), (many, capacity, heads, width)
+        wanted["pending.beta"] = step.pending.beta, (many, capacity, heads)
         wanted["accepted"] = step.accepted, (batch,)
     for name, (x, shape) in wanted.items():
         if tuple(x.shape) != shape:
@@ -204,11 +210,12 @@ def _rows(step: Step, slots: Tensor, rows: Any) -> Tensor:
         step.state[slots], step.conv_state[slots] = S, history[:, :, -TAPS:]
     else:
         accepted = step.accepted[rows].long()
-        S, tails = _replay(step, [x[slots] for x in step.pending], accepted, S, tails)
+        windows = step.windows[rows].long()
+        S, tails = _replay(step, [x[windows] for x in step.pending], accepted, S, tails)
         step.state[slots], step.conv_state[slots] = S, tails
         o = _run(step, new, S, tails)[0]
         for cache, x in zip(step.pending, new, strict=True):
-            cache[slots, : x.shape[1]] = x
+            cache[windows, : x.shape[1]] = x
     return gated_head_norm(o, step.norm_weight, step.gate[rows], step.eps)
 
 

@@ -69,12 +69,13 @@ def decode_kernel(
     A_log,
     dt_bias,
     norm_weight,
-    old_q,  # [S, P, H, D], as old_k, old_v, old_g: the pending window
+    old_q,  # [W, P, H, D], as old_k, old_v, old_g: the pending window
     old_k,
     old_v,
     old_g,
-    old_beta,  # [S, P, H]
+    old_beta,  # [W, P, H]
     accepted,  # [B] int32
+    windows,  # [B] int32
     o,  # [B, T, H, D]
     tokens,
     H,
@@ -123,12 +124,13 @@ def decode_kernel(
 
     count = 0
     if REPLAY:
-        old = (slot * P * H + h) * D
+        window = tl.load(windows + row).to(tl.int64)
+        old = (window * P * H + h) * D
         old_q += old
         old_k += old
         old_v += old
         old_g += old
-        old_beta += slot * P * H + h
+        old_beta += window * P * H + h
         count = tl.load(accepted + row)
         for t in range(count):
             yk = _convolve(_history(old_k, None, state_k, t, 0, step, d), wk, DTYPE)
@@ -202,6 +204,7 @@ def step_triton(step: Step) -> Tensor:
         step.norm_weight.float(),
         *pending,
         step.accepted,
+        step.windows,
         o,
         tokens=tokens,
         H=heads,

@@ -1,0 +1,150 @@
+"""One pool of equal pages for both kinds of memory (K3 report §5.4.1).
+
+The layers are dealt into groups of as many layers as there are Gated MLA layers; a page id stands
+for one page in each layer of its group. A page holds page_tokens latents of one MLA layer, or one
+KDA layer's state: S first (head by head), then the convolutions' inputs.
+
+Legend: H heads, K = V head width, W taps, R latent width.
+"""
+
+import os
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from openk3.config import ModelConfig
+from openk3.engine.plan import Copy, Geometry
+from openk3.engine.types import EngineConfig
+from openk3.errors import ConfigError
+
+ALIGN = 256  # bytes
+
+
+def _round_up(x: int, unit: int) -> int:
+    return -(-x // unit) * unit
+
+
+class PageMemory:
+    """The pool's tensors and the host tier's, with typed views for the layers.
+
+    The pool has one page more than the geometry says: `scratch`, for rows that only fill a batch.
+    """
+
+    def __init__(
+        self, model: ModelConfig, config: EngineConfig, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        attn, layers = model.linear_attn, range(model.num_hidden_layers)
+        self.dtype, self.device = dtype, device
+        self.kda_layers = [i for i in layers if model.is_kda(i)]
+        self.mla_layers = [i for i in layers if not model.is_kda(i)]
+        self.latent_width = model.kv_lora_rank + model.qk_rope_head_dim
+        self.S_shape = (attn.num_heads, attn.head_dim, attn.head_dim)
+        self.conv_shape = (3, attn.short_conv_kernel_size, attn.num_heads, attn.head_dim)
+        self.S_bytes = _round_up(prod(self.S_shape) * 4, ALIGN)
+        state_bytes = self.S_bytes + prod(self.conv_shape) * dtype.itemsize
+        per_token = self.latent_width * dtype.itemsize
+        page_tokens = config.page_tokens or _round_up(
+            -(-state_bytes // per_token), config.hash_block
+        )
+        page_bytes = _round_up(max(state_bytes, page_tokens * per_token), ALIGN)
+        per_group = len(self.mla_layers)
+        kda_groups = -(-len(self.kda_layers) // per_group)
+        page_id_bytes = page_bytes * per_group
+        num_pages = config.num_pages or _affordable(config, page_id_bytes, device)
+        self.geometry = Geometry(page_tokens, page_bytes, num_pages, kda_groups, per_group)
+        self.scratch = num_pages
+        self.pool = torch.empty(
+            per_group, num_pages + 1, page_bytes, dtype=torch.uint8, device=device
+        )
+        self.pool[:, self.scratch] = 0
+        self.num_host_pages = config.host_bytes // page_id_bytes
+        self.host = self._host_pool(config)
+
+    def _host_pool(self, config: EngineConfig) -> Tensor:
+        shape = (self.pool.shape[0], self.num_host_pages, self.geometry.page_bytes)
+        if config.host_file is not None and self.num_host_pages:
+            flat = torch.from_file(
+                config.host_file, shared=True, size=prod(shape), dtype=torch.uint8
+            )
+            return flat.view(shape)
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+
+    def drop_host(self) -> None:
+        """Give the host tier's memory back; nothing of it may be asked for again."""
+        self.num_host_pages = 0
+        self.host = self.host[:, :0].clone()
+
+    def group_of(self, layer: int) -> int:
+        """The KDA group of a KDA layer."""
+        return self.kda_layers.index(layer) // self.geometry.layers_per_group
+
+    def latents(self, layer: int) -> Tensor:
+        """[num_pages + 1, page_tokens, R + rope] of an MLA layer."""
+        pages = self.pool[self.mla_layers.index(layer)].view(self.dtype)
+        used = self.geometry.page_tokens * self.latent_width
+        return pages[:, :used].unflatten(1, (-1, self.latent_width))
+
+    def states(self, layer: int) -> tuple[Tensor, Tensor]:
+        """S [num_pages + 1, H, K, V] float32 and inputs [num_pages + 1, 3, W, H, K], of a layer."""
+        pages = self.pool[self.kda_layers.index(layer) % self.geometry.layers_per_group]
+        S = pages.view(torch.float32)[:, : prod(self.S_shape)]
+        start = self.S_bytes // self.dtype.itemsize
+        conv = pages.view(self.dtype)[:, start : start + prod(self.conv_shape)]
+        return S.unflatten(1, self.S_shape), conv.unflatten(1, self.conv_shape)
+
+    def poison(self, pages: Sequence[int]) -> None:
+        """Fill pages with bytes that are NaN in every float type."""
+        self.pool[:, self._index(pages)] = 255
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Zero pages: the state before the first token."""
+        self.pool[:, self._index(pages)] = 0
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Copy pages, as if one after the other."""
+        batch: list[Copy] = []
+        written: set[tuple[str, int]] = set()
+        touched: set[tuple[str, int]] = set()
+        for copy in copies:
+            source, target = (copy.source_tier, copy.source), (copy.target_tier, copy.target)
+            if target in touched or source in written:
+                self._copy_at_once(batch)
+                batch, written, touched = [], set(), set()
+            batch.append(copy)
+            written.add(target)
+            touched |= {source, target}
+        self._copy_at_once(batch)
+
+    def _copy_at_once(self, copies: Sequence[Copy]) -> None:
+        for source_tier in ("pool", "host"):
+            for target_tier in ("pool", "host"):
+                tiers = (source_tier, target_tier)
+                some = [c for c in copies if (c.source_tier, c.target_tier) == tiers]
+                if some:
+                    source, target = self._tier(source_tier), self._tier(target_tier)
+                    pages = source[:, [c.source for c in some]]
+                    target[:, [c.target for c in some]] = pages.to(target.device)
+
+    def _tier(self, name: str) -> Tensor:
+        return self.pool if name == "pool" else self.host
+
+    def _index(self, pages: Sequence[int]) -> Tensor:
+        return torch.tensor(list(pages), dtype=torch.int64, device=self.device)
+
+
+def _affordable(config: EngineConfig, page_id_bytes: int, device: torch.device) -> int:
+    """Pages that memory_bytes, or half of the free memory, hold. Raises ConfigError for none."""
+    free = config.memory_bytes
+    if free is None and device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0] // 2
+    if free is None:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    num = free // page_id_bytes - 1
+    if num < 2:
+        raise ConfigError(
+            f"{free} bytes hold {num + 1} pages of {page_id_bytes}; the engine needs 3 at least: "
+            "give memory_bytes, or a smaller hash_block or page_tokens"
+        )
+    return num

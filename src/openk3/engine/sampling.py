@@ -1,0 +1,175 @@
+"""Choosing tokens: every position of every row by its own parameters and its own randomness.
+
+The noise of a position depends on the request's seed, the position and the token id, on nothing
+else: neither on the batch nor on preemption. So a draft is verified by choosing a token at its
+position as always and comparing: what comes out with drafts is what comes out without.
+
+Legend: R rows (positions to sample), V vocabulary.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from openk3.engine.types import Request, SamplingParams, TokenLogprobs
+
+MASK = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Row:
+    """One position to choose a token for."""
+
+    request: Request
+    position: int
+    """Tokens before it."""
+    output_ids: tuple[int, ...]
+    """Those of them that were generated."""
+    constrained: bool = False
+    """Whether the request's grammar applies: it knows the state behind `output_ids` only."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a row chose; error is set when its logits were not finite."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
+
+
+def choose(logits_RV: Tensor, rows: Sequence[Row], seed: int) -> list[Choice]:
+    """One token per row. logits [R, V] of any float dtype; `seed` is for requests without one."""
+    raw = logits_RV.float()
+    peak = raw.amax(-1, keepdim=True)
+    finite = peak.isfinite()[:, 0]
+    scores = _edited(raw, rows)
+    noisy = [i for i, row in enumerate(rows) if row.request.params.temperature > 0]
+    if noisy:
+        scores = _with_noise(scores, noisy, rows, seed)
+    chosen = scores.argmax(-1)
+    ids, good = torch.stack([chosen, finite.to(chosen.dtype)]).tolist()
+    logprobs = _logprobs(raw, chosen, rows)
+    return [
+        Choice(token, logprob)
+        if fine
+        else Choice(token, error="the model's logits are not finite for this request")
+        for token, fine, logprob in zip(ids, good, logprobs, strict=True)
+    ]
+
+
+def _edited(raw: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Logits after biases, penalties and grammars."""
+    edits = [i for i, row in enumerate(rows) if _is_edited(row)]
+    if not edits:
+        return raw
+    scores = raw.clone()
+    for i in edits:
+        _edit(scores[i], rows[i])
+    return scores
+
+
+def _is_edited(row: Row) -> bool:
+    p = row.request.params
+    penalised = p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1
+    return bool(penalised or p.logit_bias or (row.constrained and row.request.constraint))
+
+
+def _edit(scores_V: Tensor, row: Row) -> None:
+    """Bias, penalise and mask one row in place."""
+    p, device = row.request.params, scores_V.device
+    if p.repetition_penalty != 1:
+        seen = torch.tensor(sorted({*row.request.prompt_ids, *row.output_ids}), device=device)
+        old = scores_V[seen]
+        scale = p.repetition_penalty
+        scores_V[seen] = torch.where(old > 0, old / scale, old * scale)
+    if (p.presence_penalty or p.frequency_penalty) and row.output_ids:
+        counts = Counter(row.output_ids)
+        ids = torch.tensor(list(counts), device=device)
+        times = torch.tensor(list(counts.values()), device=device, dtype=torch.float32)
+        scores_V[ids] -= p.presence_penalty + p.frequency_penalty * times
+    if p.logit_bias:
+        ids = torch.tensor(list(p.logit_bias), device=device)
+        scores_V[ids] += torch.tensor(list(p.logit_bias.values()), device=device)
+    if row.constrained and row.request.constraint is not None:
+        allowed = row.request.constraint.allowed()
+        if allowed is not None:
+            scores_V.masked_fill_(~allowed.to(device), -torch.inf)
+
+
+def _with_noise(scores: Tensor, noisy: list[int], rows: Sequence[Row], seed: int) -> Tensor:
+    """Scores whose largest is a sample, for the rows `noisy`: the Gumbel trick."""
+    params = [rows[i].request.params for i in noisy]
+    every = len(noisy) == len(rows)
+    some = scores if every else scores[noisy]
+    heat = torch.tensor([[p.temperature] for p in params], device=scores.device)
+    # the largest is moved to 0 first: no temperature, however small, then makes an infinity
+    some = (some - some.amax(-1, keepdim=True)) / heat
+    some = _filtered(some, params)
+    keys = [_key(rows[i], seed) for i in noisy]
+    some = some - (-_uniform(keys, some.shape[1], some.device).log()).log()
+    return some if every else scores.index_copy(0, torch.tensor(noisy, device=scores.device), some)
+
+
+def _filtered(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """-inf where top-k, top-p or min-p leaves a token out. The likeliest always stays."""
+    if all(p.top_k == 0 and p.top_p == 1 and p.min_p == 0 for p in params):
+        return scores
+    device, vocab = scores.device, scores.shape[1]
+    ordered, index = scores.sort(dim=-1, descending=True, stable=True)
+    probs = ordered.softmax(-1)
+    top_k = torch.tensor([[p.top_k or vocab] for p in params], device=device)
+    top_p = torch.tensor([[p.top_p] for p in params], device=device)
+    min_p = torch.tensor([[p.min_p] for p in params], device=device)
+    out = torch.arange(vocab, device=device) >= top_k
+    out |= (probs.cumsum(-1) - probs >= top_p) & (top_p < 1)
+    out |= probs < min_p * probs[:, :1]
+    out[:, 0] = False
+    return scores.masked_fill(torch.zeros_like(out).scatter(-1, index, out), -torch.inf)
+
+
+def _key(row: Row, seed: int) -> tuple[int, int]:
+    """Two 32-bit words for a position of a request."""
+    own = row.request.params.seed
+    text = f"{own}" if own is not None else f"{seed}/{row.request.id}"
+    word = hashlib.blake2b(f"{text}@{row.position}".encode(), digest_size=8).digest()
+    return int.from_bytes(word[:4], "little"), int.from_bytes(word[4:], "little")
+
+
+def _uniform(keys: Sequence[tuple[int, int]], vocab: int, device: torch.device) -> Tensor:
+    """[R, V] numbers inside (0, 1), a function of the row's key and the token id alone."""
+    low = torch.tensor([[key[0]] for key in keys], device=device)
+    high = torch.tensor([[key[1]] for key in keys], device=device)
+    x = _mix(torch.arange(vocab, device=device) ^ low)
+    x = _mix((x + high) & MASK)
+    return ((x >> 9).float() + 0.5) * 2.0**-23
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of 32-bit words (held in int64) that spreads every bit."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK
+    return x ^ (x >> 16)
+
+
+def _logprobs(raw: Tensor, chosen: Tensor, rows: Sequence[Row]) -> list[TokenLogprobs] | list[None]:
+    """The model's log-probabilities, for the rows that ask for them."""
+    wanted = [row.request.params.logprobs for row in rows]
+    most = max((w for w in wanted if w is not None), default=None)
+    if most is None:
+        return [None] * len(rows)
+    logp = raw.log_softmax(-1)
+    own = logp.gather(-1, chosen[:, None])[:, 0].tolist()
+    values, ids = logp.topk(min(most, raw.shape[1]))
+    found = []
+    for i, count in enumerate(wanted):
+        if count is None:
+            found.append(None)
+            continue
+        top = zip(ids[i, :count].tolist(), values[i, :count].tolist(), strict=True)
+        found.append(TokenLogprobs(own[i], tuple(top)))
+    return found
