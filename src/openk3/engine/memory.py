@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from openk3.config import ModelConfig
-from openk3.engine.plan import Copy, Geometry
+from openk3.engine.plan import Copy, Geometry, num_host_pages
 from openk3.engine.types import EngineConfig
 from openk3.errors import ConfigError
 
@@ -59,22 +59,31 @@ class PageMemory:
             per_group, num_pages + 1, page_bytes, dtype=torch.uint8, device=device
         )
         self.pool[:, self.scratch] = 0
-        self.num_host_pages = config.host_bytes // page_id_bytes
-        self.host = self._host_pool(config)
+        self._config = config
+        self._host: Tensor | None = None
 
-    def _host_pool(self, config: EngineConfig) -> Tensor:
-        shape = (self.pool.shape[0], self.num_host_pages, self.geometry.page_bytes)
-        if config.host_file is not None and self.num_host_pages:
-            flat = torch.from_file(
-                config.host_file, shared=True, size=prod(shape), dtype=torch.uint8
+    def _host_pool(self) -> Tensor:
+        """The host tier's pages, taken when they are first needed."""
+        if self._host is None:
+            shape = (
+                len(self.pool),
+                num_host_pages(self.geometry, self._config),
+                self.pool.shape[2],
             )
-            return flat.view(shape)
-        return torch.empty(shape, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+            if self._config.host_file is not None:
+                size = prod(shape)
+                flat = torch.from_file(
+                    self._config.host_file, shared=True, size=size, dtype=torch.uint8
+                )
+                self._host = flat.view(shape)
+            else:
+                pinned = self.device.type == "cuda"
+                self._host = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
+        return self._host
 
     def drop_host(self) -> None:
-        """Give the host tier's memory back; nothing of it may be asked for again."""
-        self.num_host_pages = 0
-        self.host = self.host[:, :0].clone()
+        """Give the host tier's memory back, until a copy needs it again."""
+        self._host = None
 
     def group_of(self, layer: int) -> int:
         """The KDA group of a KDA layer."""
@@ -128,7 +137,7 @@ class PageMemory:
                     target[:, [c.target for c in some]] = pages.to(target.device)
 
     def _tier(self, name: str) -> Tensor:
-        return self.pool if name == "pool" else self.host
+        return self.pool if name == "pool" else self._host_pool()
 
     def _index(self, pages: Sequence[int]) -> Tensor:
         return torch.tensor(list(pages), dtype=torch.int64, device=self.device)

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from openk3.engine.memory import PageMemory
 from openk3.engine.paged import DecodeRows, PagedSequence, PrefillChunk, PrefillRows
-from openk3.engine.plan import Checkpoint, Chunk, ChunkResult, Copy, StepPlan
+from openk3.engine.pictures import Pictures, expand
+from openk3.engine.plan import Checkpoint, Chunk, ChunkResult, Copy, Prompt, StepPlan
 from openk3.engine.sampling import Choice, Row, choose
-from openk3.engine.types import EngineConfig
+from openk3.engine.types import EngineConfig, Request
 from openk3.model.k3 import K3
 from openk3.model.mode import evaluation_mode
 from openk3.model.ports import Context
@@ -67,10 +68,10 @@ class ModelRunner:
         self.vocab_size = model.config.vocab_size
         self.end_id = model.config.eos_token_id
         self.max_positions = model.config.max_position_embeddings
-        self.num_host_pages = self.memory.num_host_pages
         self._window = config.num_drafts + 1
         self._pending = self._windows() if config.num_drafts else {}
         self._accepted: dict[int, int] = {}
+        self._pictures = Pictures(model)
 
     def _windows(self) -> dict[int, Pending]:
         """Room for the projected inputs of every running sequence's last window, by KDA layer."""
@@ -87,6 +88,14 @@ class ModelRunner:
 
     def forget(self, slot: int) -> None:
         self._accepted.pop(slot, None)
+        self._pictures.forget(slot)
+
+    def drop_host(self) -> None:
+        self.memory.drop_host()
+
+    def expand(self, request: Request) -> Prompt:
+        """Each picture's media id once for each of its rows. Raises InputError."""
+        return expand(request, self.model)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Sequence[ChunkResult]:
@@ -109,6 +118,11 @@ class ModelRunner:
 
     def _forward(self, batch: _Batch) -> Tensor:
         x = self.model.embed_tokens(batch.input_ids)
+        parts = batch.sequence.prefill.chunks if batch.sequence.prefill is not None else []
+        for chunk, part in zip(batch.prefill, parts, strict=True):
+            if chunk.request.media is not None:
+                here = slice(part.first, part.first + part.count)
+                x[0, here] = self._pictures.splice(x[0, here], chunk)
         return self.model.trunk(x, Context(batch.sequence))
 
     def _is_decode(self, chunk: Chunk) -> bool:
@@ -272,6 +286,6 @@ def _sampling_rows(chunk: Chunk) -> list[Row]:
     known = chunk.start + len(chunk.token_ids) - chunk.num_drafts
     drafts = chunk.token_ids[len(chunk.token_ids) - chunk.num_drafts :]
     return [
-        Row(chunk.request, known + i, chunk.output_ids + drafts[:i], constrained=i == 0)
+        Row(chunk.request, known + i, (*chunk.output_ids, *drafts[:i]), constrained=i == 0)
         for i in range(chunk.num_drafts + 1)
     ]

@@ -71,19 +71,14 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Media:
-    """Pictures of a prompt, preprocessed. The prompt's ids repeat an item's media id for each of
-    its rows (`openk3.model.media.expand_media`), so that every position is one token."""
+    """Pictures of a prompt, preprocessed; the prompt's ids are compact (one media id an item)."""
 
     pixel_values: Any
     """[patches, 3, P, P] as `openk3.text.image` makes them."""
     grid_thws: Any
     """[items, 3] int64."""
-    media_id: int
-    """The id that stands for a row of a picture."""
-    rows: tuple[int, ...]
-    """Positions each item takes, in order."""
     digests: tuple[bytes, ...]
-    """One an item: what the prefix cache tells different pictures apart by."""
+    """One a picture: what the prefix cache tells different pictures apart by."""
 
 
 @dataclass(frozen=True)
