@@ -8,9 +8,12 @@ import time
 
 import pytest
 
+from box_checks import TIDY, settled
 from openk3.errors import CheckpointError, ConflictError, InputError, NotFoundError, StorageError
 from openk3.sandbox import Pool, Sandbox, State, recovery
 from openk3.sandbox.keeper import cgroups
+from openk3.sandbox.keeper.main import LOCK_WAIT_S
+from openk3.sandbox.store import gc
 from openk3.sandbox.store.records import BoxRecord, ImageManifest
 
 
@@ -327,6 +330,66 @@ def test_reported_calls_while_pausing_get_a_reason(aio, fresh):
             await fresh.resume()
 
     aio.run(go())
+
+
+def test_killing_at_any_moment_of_a_pause_leaves_nothing(aio, home, pool):
+    async def go() -> None:
+        for wait in (0.0, 0.05, 0.1, 0.15, 0.2, 0.25):
+            box = await Sandbox.create(pool=pool)
+            await box.run("head -c 20000000 /dev/urandom > blob")
+            pausing = asyncio.ensure_future(pool.pause(box.id))
+            await asyncio.sleep(wait)
+            assert await pool.kill(box.id)
+            await asyncio.gather(pausing, return_exceptions=True)
+            assert not home.box(box.id).exists()
+            assert not await pool.kill(box.id)
+
+    before = {place.name for place in home.images.iterdir()}
+    aio.run(go())
+    assert settled(home) == TIDY
+    gc.collect(home)
+    assert {place.name for place in home.images.iterdir()} <= before
+
+
+def test_what_clients_do_during_a_checkpoint_waits_for_its_end(aio, fresh):
+    """A frame that reached the silent agent would wake it up while it is being saved."""
+
+    async def go() -> None:
+        await fresh.run("head -c 30000000 /dev/urandom > blob")
+        echo = await fresh.start("while read x; do echo got $x; done", stdin=True)
+        left = await fresh.start("sleep 7654")
+        saving = asyncio.create_task(fresh.pool.snapshot(fresh.id))
+        sent = 0
+        while not saving.done():
+            await echo.send(f"{sent}\n".encode())
+            sent += 1
+            if sent == 5:
+                left.let_go()
+            await asyncio.sleep(0.005)
+        await saving
+        echo.close_stdin()
+        assert (await echo.wait()).stdout == "".join(f"got {n}\n" for n in range(sent))
+        for _ in range(100):
+            if not (survivors := (await fresh.run("pgrep -f '[s]leep 7654'")).stdout):
+                break
+        assert survivors == ""
+        fresh.pool.delete_snapshot(saving.result().id)
+
+    aio.run(go())
+
+
+def test_two_that_resume_at_once_both_get_it(aio, pool, fresh):
+    async def go() -> float:
+        await fresh.pause()
+        started = time.monotonic()
+        pools = [pool, Pool(pool.home)]
+        both = await asyncio.gather(*(Sandbox.connect(fresh.id, pool=each) for each in pools))
+        seconds = time.monotonic() - started
+        assert [(await box.run("echo hi")).stdout for box in both] == ["hi\n"] * 2
+        await pools[1].close()
+        return seconds
+
+    assert aio.run(go()) < LOCK_WAIT_S  # the slower one does not wait for what cannot come
 
 
 def test_fork_while_writing_is_consistent(aio, fresh):

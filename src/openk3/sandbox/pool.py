@@ -19,14 +19,17 @@ from openk3.errors import (
     NotFoundError,
     OpenK3Error,
 )
-from openk3.sandbox import engines, events, recovery
+from openk3.sandbox import engines, events, recovery, stock
 from openk3.sandbox.client import Connection
 from openk3.sandbox.launch import Launcher
-from openk3.sandbox.store import gc, pages
+from openk3.sandbox.store import gc, snapshots
 from openk3.sandbox.store.home import Home, new_id
-from openk3.sandbox.store.records import BoxRecord, ImageManifest, SnapshotRecord
+from openk3.sandbox.store.records import BoxRecord, SnapshotRecord
 from openk3.sandbox.templates import catalog, runtime
 from openk3.sandbox.types import Limits
+
+ASK_TIMEOUT_S = 15.0
+KILL_TIMEOUT_S = 60.0
 
 
 class Pool:
@@ -42,11 +45,10 @@ class Pool:
         at_once: int | None = None,
     ) -> None:
         self.home = home if isinstance(home, Home) else Home(home)
-        self.max_running, self.prewarm = max_running, prewarm
-        self.max_layers = max_layers
+        self.max_running, self.max_layers = max_running, max_layers
         self._starting = asyncio.Semaphore(at_once or max(2, os.cpu_count() or 2) * 2)
         self._launcher = Launcher(self.home)
-        self._ready: list[tuple[Any, BoxRecord, Connection]] = []
+        self._ready = stock.Ready(self, prewarm)
         self._chores: set[asyncio.Task[Any]] = set()
 
     # -- starting ---------------------------------------------------------------------------
@@ -70,7 +72,8 @@ class Pool:
             "limits": record.limits,
         }
 
-    async def _boot(self, record: BoxRecord, mode: str = "new") -> Connection:
+    async def boot(self, record: BoxRecord, mode: str = "new") -> Connection:
+        """A keeper for a new or a paused sandbox, once its machine answers."""
         async with self._starting:
             plan = await asyncio.to_thread(self._plan, record)
             record.template = plan["template"]
@@ -109,42 +112,39 @@ class Pool:
             user=user,
             allow_files_only=allow_files_only,
         )
-        key = (template, backend, asdict(limits), user)
+        kind = (template, backend, asdict(limits), user)
+        record, connection = self._ready.take(kind) or (record, await self.begin(record))
         with self.home.using():
-            taken = self._take_ready(key)
-            if taken:
-                record, connection = taken
-            else:
-                self._choose_image(record)
-                connection = await self._boot_or_cold(record)
-            final = {**commit, "created": time.time()}
-            await self._commit(record, connection, final)
-        if self.prewarm:
-            self._chore(self._refill(key, record))
+            await self.commit(record, connection, {**commit, "created": time.time()})
+        if self._ready.count:
+            self._chore(self._ready.refill(kind))
         return record, connection
 
-    async def _boot_or_cold(self, record: BoxRecord) -> Connection:
-        """From the warm image if there is one; a stale or damaged one is dropped."""
-        warm = record.image is not None and not record.own_image
-        try:
-            return await self._boot(record)
-        except CheckpointError as error:
-            if not warm:
-                raise
-            events.emit(self.home, "warm_image_dropped", record.id, reason=str(error))
-            (self.home.templates / f"{record.template}.warm").unlink(missing_ok=True)
-            record.image = None
-            record.id = new_id()
-            return await self._boot(record)
+    async def begin(self, record: BoxRecord) -> Connection:
+        """Boot a snapshot, the warm image or nothing; a stale or damaged warm image is dropped."""
+        with self.home.using():
+            self._choose_image(record)
+            warm = record.image is not None and not record.own_image
+            try:
+                return await self.boot(record)
+            except CheckpointError as error:
+                if not warm:
+                    raise
+                events.emit(self.home, "warm_image_dropped", record.id, reason=str(error))
+                stock.drop_warm_image(self.home, record.template)
+                record.image = None
+                record.id = new_id()
+                return await self.boot(record)
 
-    async def _commit(
+    async def commit(
         self, record: BoxRecord, connection: Connection, fields: dict[str, Any]
     ) -> None:
+        """Adopt a machine that was begun; on any failure it ends, as nobody will learn its id."""
         try:
             value = await connection.call("commit", **fields)
         except BaseException:
             if not connection.closed:
-                connection.open("kill")  # nobody will learn the id of what may be committed
+                connection.open("kill")
             await connection.close()
             raise
         for name in vars(record):
@@ -164,51 +164,12 @@ class Pool:
             record.env = {**saved.env, **record.env}
             return
         record.template = catalog.get(self.home, record.template).id
-        warm = self.home.templates / f"{record.template}.warm"
-        if record.backend == "gvisor" and warm.exists():
-            record.image = warm.read_text().strip()
+        if record.backend == "gvisor":
+            record.image = stock.warm_image(self.home, record.template)
 
     async def warm(self, template: str = "python", backend: str = "gvisor") -> str:
         """Keep a freshly started machine of a template as an image; creations restore it."""
-        template_id = await asyncio.to_thread(lambda: catalog.get(self.home, template).id)
-        file = self.home.templates / f"{template_id}.warm"
-        if file.exists() and await asyncio.to_thread(self._warm_fits, file.read_text().strip()):
-            return template_id
-        record = BoxRecord(new_id(), backend, template_id, "running", limits=asdict(Limits()))
-        with self.home.using():
-            connection = await self._boot(record)
-            await self._commit(record, connection, {"created": time.time()})
-            saved = await connection.call("checkpoint", stay=False)
-            file.write_text(saved["image"] + "\n")
-        await connection.close()
-        await self.kill(record.id)
-        return template_id
-
-    def _warm_fits(self, image: str) -> bool:
-        try:
-            manifest = ImageManifest.load(ImageManifest.path(self.home, image))
-        except OpenK3Error:
-            return False
-        engine = engines.find(manifest.backend).version
-        here = (engine, engines.cpu_fingerprint(), runtime.runtime_id())
-        return (manifest.engine, manifest.cpu, manifest.runtime) == here
-
-    def _take_ready(self, key: Any) -> tuple[BoxRecord, Connection] | None:
-        for number, (other, record, connection) in enumerate(self._ready):
-            if other == key and not connection.closed:
-                del self._ready[number]
-                return record, connection
-        return None
-
-    async def _refill(self, key: Any, like: BoxRecord) -> None:
-        template, backend, limits, user = key
-        while sum(other == key for other, _, _ in self._ready) < self.prewarm:
-            record = BoxRecord(new_id(), backend, template, "running", limits=limits, user=user)
-            with self.home.using():
-                self._choose_image(record)
-                connection = await self._boot_or_cold(record)
-            self._ready.append((key, record, connection))
-        del like
+        return await stock.make_warm(self, template, backend)
 
     def _chore(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
@@ -220,9 +181,7 @@ class Pool:
         for task in list(self._chores):
             task.cancel()
         await asyncio.gather(*self._chores, return_exceptions=True)
-        for _, _, connection in self._ready:
-            await connection.close()
-        self._ready.clear()
+        await self._ready.close()
         await asyncio.to_thread(self._launcher.close)
 
     # -- existing sandboxes -----------------------------------------------------------------
@@ -271,11 +230,11 @@ class Pool:
         """A restore may fail by chance, rarely; the image is then as good as before."""
         try:
             with self.home.using():
-                return await self._boot(record, "resume")
+                return await self.boot(record, "resume")
         except BackendError as error:
             events.emit(self.home, "resume_failed", record.id, reason=str(error))
         with self.home.using():
-            return await self._boot(record, "resume")
+            return await self.boot(record, "resume")
 
     def _step_back(self, record: BoxRecord) -> None:
         if not record.previous:
@@ -295,23 +254,36 @@ class Pool:
 
     async def kill(self, box_id: str) -> bool:
         """End and delete a sandbox in any state. False when there is none."""
+        end = time.monotonic() + KILL_TIMEOUT_S
         try:
             folder = self.home.box(box_id)
-            if not folder.exists():
-                return False
-            try:
-                connection = await Connection.to_box(folder)
+            while folder.exists():
                 try:
-                    await asyncio.wait_for(connection.call("kill"), 15.0)
-                finally:
-                    await connection.close()
-                self._chore(asyncio.to_thread(gc.collect, self.home))
-                return True
-            except (ConflictError, TimeoutError):
-                await asyncio.to_thread(recovery.force_end, self.home, box_id)
-            await asyncio.to_thread(recovery.delete, self.home, box_id)
+                    if await self._ask_to_end(folder):
+                        self._chore(asyncio.to_thread(gc.collect, self.home))
+                    else:
+                        await asyncio.to_thread(recovery.force_end, self.home, box_id)
+                        await asyncio.to_thread(recovery.delete, self.home, box_id)
+                    return True
+                except ConflictError:  # somebody resumes it at the same time
+                    if time.monotonic() > end:
+                        raise
         except NotFoundError:
+            return False  # its folder went while we looked
+        return False
+
+    async def _ask_to_end(self, folder: Path) -> bool:
+        """False when no keeper listens, or it does not do it in time."""
+        try:
+            connection = await Connection.to_box(folder)
+        except ConflictError:
             return False
+        try:
+            await asyncio.wait_for(connection.call("kill"), ASK_TIMEOUT_S)
+        except (ConflictError, BackendError, TimeoutError):
+            return False
+        finally:
+            await connection.close()
         return True
 
     async def fork(
@@ -370,9 +342,9 @@ class Pool:
             user=parent.user,
             allow_files_only=parent.allow_files_only,
         )
-        connection = await self._boot(record)
+        connection = await self.boot(record)
         fields = {"metadata": parent.metadata, "on_timeout": parent.on_timeout, **commit}
-        await self._commit(record, connection, {**fields, "created": time.time()})
+        await self.commit(record, connection, {**fields, "created": time.time()})
         return record, connection
 
     # -- snapshots --------------------------------------------------------------------------
@@ -392,50 +364,19 @@ class Pool:
                 record.image = made["image"]
             if not record.image or record.state == "lost":
                 raise NotFoundError(f"sandbox {box_id} has ended: {record.reason}")
-            saved = SnapshotRecord(
-                id=new_id("snap"),
-                name=name,
-                image=record.image,
-                sandbox_id=box_id,
-                backend=record.backend,
-                template=record.template,
-                limits=record.limits,
-                env=record.env,
-                user=record.user,
-                created=time.time(),
-                memory=memory,
-            )
-            saved.save(SnapshotRecord.path(self.home, saved.id))
-            await asyncio.to_thread(self._pack, record.image)
+            saved = await asyncio.to_thread(snapshots.save, self.home, record, name, memory)
         events.emit(self.home, "snapshot", box_id, snapshot=saved.id)
         await asyncio.to_thread(gc.collect, self.home)
         return saved
 
-    def _pack(self, image: str) -> None:
-        """Move a memory image into the page store, where equal pages are kept once."""
-        path = ImageManifest.path(self.home, image)
-        manifest = ImageManifest.load(path)
-        if manifest.packed or not manifest.files:
-            return
-        files = [path.parent / file for file in manifest.files]
-        pages.pack(self.home.pages, image, files)
-        manifest.packed = True
-        manifest.save(path)  # the plain files go when nobody can be reading them: in gc.collect
-
     def snapshots(self) -> list[SnapshotRecord]:
         """All snapshots, oldest first."""
-        found = [SnapshotRecord.load(file) for file in self.home.snapshots.glob("*.json")]
-        return sorted(found, key=lambda saved: saved.created)
+        return snapshots.every(self.home)
 
     def find_snapshot(self, name: str) -> SnapshotRecord:
         """By id, or the newest of a name. Raises NotFoundError."""
-        for saved in reversed(self.snapshots()):
-            if name in (saved.id, saved.name):
-                return saved
-        raise NotFoundError(f"no snapshot {name!r}")
+        return snapshots.find(self.home, name)
 
     def delete_snapshot(self, name: str) -> None:
-        """Sandboxes made from it are unaffected."""
-        saved = self.find_snapshot(name)
-        SnapshotRecord.path(self.home, saved.id).unlink()
-        gc.collect(self.home)
+        """Sandboxes made from it are unaffected. Raises NotFoundError."""
+        snapshots.delete(self.home, name)

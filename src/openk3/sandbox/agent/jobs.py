@@ -1,66 +1,20 @@
 """Commands: start, stream, time out, kill as whole families, outlive their caller when asked to."""
 
-import fcntl
 import os
 import resource
 import select
 import signal
-import struct
 import subprocess
-import termios
 import time
 from typing import Any
 
 from openk3.sandbox import frames
+from openk3.sandbox.agent.job import Job, Output, resize, spawn
 from openk3.sandbox.agent.loop import Channel, Loop
-from openk3.sandbox.agent.tracker import MARK, alive, kill_all, make_tracker, send_signal
+from openk3.sandbox.agent.tracker import alive, kill_all, make_tracker, send_signal
 from openk3.sandbox.agent.users import Users
 
-TAIL = 64 << 10  # bytes of output kept for whoever attaches later
 KEEP_FINISHED = 64  # finished detached commands whose result can still be asked for
-
-
-class Output:
-    """One pipe of a job. Bytes go to attached channels; without any, the newest are kept."""
-
-    def __init__(self, stream: int, fd: int) -> None:
-        self.stream, self.fd = stream, fd
-        self.open = True
-        self.tail = b""
-
-    def keep(self, piece: bytes) -> None:
-        self.tail = (self.tail + piece)[-TAIL:]
-
-
-class Job:
-    """One command and everything it started."""
-
-    def __init__(self, name: str, spec: dict[str, Any], process: subprocess.Popen[bytes]) -> None:
-        self.name, self.spec, self.process = name, spec, process
-        self.pid = process.pid
-        self.outputs: list[Output] = []
-        self.stdin: int | None = None
-        self.pending_input = bytearray()
-        self.input_eof = False
-        self.channels: list[Channel] = []
-        self.detached = bool(spec.get("detach"))
-        self.status: int | None = None  # as os.waitpid gives it
-        self.finished = False
-        self.timed_out = False
-        self.reason: str | None = None
-        self.num_output = 0
-
-    def result(self) -> dict[str, Any]:
-        code = os.waitstatus_to_exitcode(self.status) if self.status is not None else None
-        if code is None:
-            return {"pid": self.pid, "exit_code": None, "running": True}
-        return {
-            "pid": self.pid,
-            "exit_code": 128 - code if code < 0 else code,
-            "signal": -code if code < 0 else None,
-            "timed_out": self.timed_out,
-            "reason": self.reason,
-        }
 
 
 class Jobs:
@@ -86,84 +40,18 @@ class Jobs:
         self._count += 1
         name = f"j{self._count}-{os.urandom(3).hex()}"
         try:
-            job = self._spawn(name, spec)
+            job = spawn(name, spec, self.users, self.tracker, self.env)
         except (OSError, ValueError, subprocess.SubprocessError) as error:
+            self.tracker.forget(name)
             return channel.error("input", f"cannot start {spec.get('cmd')!r}: {error}")
         self.jobs[name] = job
+        for output in job.outputs:
+            self._listen(job, output)
         self._attach(job, channel)
         channel.event({"pid": job.pid, "job": name})
         if timeout := spec.get("timeout"):
             self.loop.at(time.monotonic() + timeout, lambda: self._time_out(job))
         return None
-
-    def _spawn(self, name: str, spec: dict[str, Any]) -> Job:
-        user = self.users.find(spec.get("user"))
-        cwd = spec.get("cwd") or (user.home if os.path.isdir(user.home) else "/")
-        argv = _argv(spec["cmd"])
-        env = {
-            "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-            "HOME": user.home,
-            "USER": user.name,
-            "LOGNAME": user.name,
-            "SHELL": user.shell,
-            "LANG": "C.UTF-8",
-            **({"TERM": "xterm-256color"} if spec.get("tty") else {}),
-            **self.env,
-            **(spec.get("env") or {}),
-            MARK: name,
-        }
-        tty = spec.get("tty")
-        master = slave = None
-        if tty:
-            master, slave = os.openpty()
-            _resize(master, tty)
-            os.set_blocking(master, False)
-        stdin = slave if tty else subprocess.PIPE if spec.get("stdin") else subprocess.DEVNULL
-        out = slave if tty else subprocess.PIPE
-        self.tracker.enter(name)
-        try:
-            process = subprocess.Popen(
-                argv,
-                stdin=stdin,
-                stdout=out,
-                stderr=out,
-                cwd=cwd,
-                env=env,
-                start_new_session=True,
-                user=user.uid,
-                group=user.gid,
-                extra_groups=[user.gid] if not self.users.single else None,
-                preexec_fn=_own_terminal if tty else None,
-            )
-        except BaseException:
-            if master is not None:
-                os.close(master)
-            raise
-        finally:
-            self.tracker.leave()
-            if slave is not None:
-                os.close(slave)
-        job = Job(name, spec, process)
-        if master is not None:
-            job.outputs = [Output(frames.STREAM_TTY, master)]
-            job.stdin = os.dup(master)
-        else:
-            assert process.stdout, "Popen was given pipes"
-            assert process.stderr, "Popen was given pipes"
-            job.outputs = [
-                Output(frames.STREAM_OUT, os.dup(process.stdout.fileno())),
-                Output(frames.STREAM_ERR, os.dup(process.stderr.fileno())),
-            ]
-            process.stdout.close()
-            process.stderr.close()
-            if process.stdin:
-                job.stdin = os.dup(process.stdin.fileno())
-                process.stdin.close()
-                os.set_blocking(job.stdin, False)
-        for output in job.outputs:
-            os.set_blocking(output.fd, False)
-            self._listen(job, output)
-        return job
 
     # -- output -----------------------------------------------------------------------------
 
@@ -373,7 +261,7 @@ class Jobs:
 
     def resize(self, job: Job, tty: dict[str, int]) -> None:
         if job.outputs and job.outputs[0].open and job.spec.get("tty"):
-            _resize(job.outputs[0].fd, tty)
+            resize(job.outputs[0].fd, tty)
 
     def listing(self) -> list[dict[str, Any]]:
         keys = ("cmd", "cwd", "env", "tag", "tty")
@@ -389,21 +277,3 @@ class Jobs:
         if limits.get("inherit", True):
             resource.setrlimit(resource.RLIMIT_NPROC, (count, count))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def _argv(cmd: str | list[str]) -> list[str]:
-    if isinstance(cmd, str):
-        shell = "/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh"
-        return [shell, "-l", "-c", cmd]
-    if not cmd:
-        raise ValueError("an empty command")
-    return list(cmd)
-
-
-def _resize(fd: int, tty: dict[str, int]) -> None:
-    size = struct.pack("HHHH", tty.get("rows", 24), tty.get("cols", 80), 0, 0)
-    fcntl.ioctl(fd, termios.TIOCSWINSZ, size)
-
-
-def _own_terminal() -> None:
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)

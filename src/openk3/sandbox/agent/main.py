@@ -11,7 +11,8 @@ from typing import Any
 
 from openk3.sandbox import frames
 from openk3.sandbox.agent.fileops import FileOps, explain
-from openk3.sandbox.agent.jobs import Job, Jobs
+from openk3.sandbox.agent.job import Job
+from openk3.sandbox.agent.jobs import Jobs
 from openk3.sandbox.agent.loop import Channel, Loop
 from openk3.sandbox.agent.tracker import send_signal
 from openk3.sandbox.agent.watching import Watches

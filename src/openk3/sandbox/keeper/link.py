@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import suppress
 from typing import Any
 
 from openk3.sandbox import frames
@@ -18,6 +19,7 @@ class AgentLink:
         self.transport: asyncio.BaseTransport | None = None
         self.task: asyncio.Task[None] | None = None
         self.closed = asyncio.Event()
+        self.held: list[bytes] | None = None
 
     async def attach(self, read_fd: int, write_fd: int) -> None:
         """Take over fresh pipes; channel numbers go on."""
@@ -65,9 +67,39 @@ class AgentLink:
         if client:
             client.channels.pop(number, None)
 
+    def hold(self) -> None:
+        """Keep what clients send: an agent that is being saved must not be spoken to.
+
+        Bounded by the clients' flow control. The keeper's own calls pass.
+        """
+        self.held = []
+
+    def release(self) -> None:
+        """Send what was kept, to the same agent or to the one restored from it."""
+        held, self.held = self.held or [], None
+        for frame in held:
+            self.send(frame)
+
     def send(self, frame: bytes) -> None:
+        if self.held is not None:
+            self.held.append(frame)
+        else:
+            self._write(frame)
+
+    def _write(self, frame: bytes) -> None:
         if self.writer and not self.closed.is_set():
             self.writer.write(frame)
+
+    async def drain(self) -> None:
+        if self.writer:
+            with suppress(OSError):  # the machine is gone, which the keeper's watch deals with
+                await self.writer.drain()
+
+    def end_calls(self, kind: str, message: str) -> None:
+        """Every client that waits for the agent hears that it waits in vain."""
+        for channel, (client, number) in list(self.routes.items()):
+            client.error(number, kind, message)
+            self.forget(channel)
 
     def open(self, client: "ClientLink", number: int) -> int:
         """A new agent channel for a client's channel."""
@@ -85,7 +117,7 @@ class AgentLink:
         self.own[channel] = future
         gone = asyncio.ensure_future(self.closed.wait())
         try:
-            self.send(frames.pack_json(channel, frames.CALL, {"op": op, **params}))
+            self._write(frames.pack_json(channel, frames.CALL, {"op": op, **params}))
             await asyncio.wait({future, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if not future.done():
                 if gone.done():
@@ -101,6 +133,7 @@ class AgentLink:
 
     def detach(self) -> None:
         """Close our ends of the pipes."""
+        self.closed.set()
         if self.task:
             self.task.cancel()
         if self.writer:

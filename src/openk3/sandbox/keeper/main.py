@@ -3,12 +3,13 @@
 import os
 import socket
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from openk3.errors import ConflictError, OpenK3Error
 from openk3.sandbox import frames
 from openk3.sandbox.keeper import namespaces
-from openk3.sandbox.store.home import BoxLock, Home, start_time
+from openk3.sandbox.store.home import BoxLock, Home, remove_tree, start_time
 from openk3.sandbox.store.records import BoxRecord
 
 LOCK_WAIT_S = 10.0
@@ -19,6 +20,10 @@ def become(order: dict[str, Any], creation: socket.socket) -> None:
     try:
         _become_keeper(order, creation)
     except (OpenK3Error, OSError) as error:
+        if order["mode"] == "new":
+            with suppress(OpenK3Error, OSError):
+                home = Home(order["home"])
+                remove_tree(home.box(order["id"]), home.path)
         value = {"kind": "conflict", "message": f"cannot start a sandbox here: {error}"}
         with suppress(OSError):  # a creator that left needs no reason
             creation.sendall(frames.pack_json(0, frames.ERROR, value))
@@ -29,9 +34,12 @@ def _become_keeper(order: dict[str, Any], creation: socket.socket) -> None:
     folder = home.box(order["id"])
     if order["mode"] == "new":
         folder.mkdir()
-    lock = BoxLock(folder, LOCK_WAIT_S)
+    resume = order["mode"] == "resume"
+    lock = BoxLock(folder, LOCK_WAIT_S, (lambda: _runs(folder)) if resume else None)
     record = BoxRecord(**order["record"])
-    if order["mode"] == "resume":
+    if not resume:
+        (folder / "from").write_text(record.image or "")  # until there is a record to say it
+    else:
         record = BoxRecord.load(folder / "box.json")
         if record.state == "lost" or not record.image:
             raise ConflictError(f"sandbox {record.id} cannot be resumed: {record.reason}")
@@ -45,6 +53,11 @@ def _become_keeper(order: dict[str, Any], creation: socket.socket) -> None:
     namespaces.mount("proc", "/proc", "proc", namespaces.MS_NOSUID | namespaces.MS_NODEV)
     os.umask(0o022)
     _serve(home, record, order, creation, root, lock)
+
+
+def _runs(folder: Path) -> bool:
+    """Whether the keeper that has the lock is no longer one that pauses, but another's resume."""
+    return BoxRecord.load(folder / "box.json").state == "running"
 
 
 def _serve(

@@ -22,16 +22,15 @@ def serve() -> None:
     """Read orders from standard input until it closes."""
     orders = socket.socket(fileno=0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the Pool
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits: a keeper may wait for its lock
     while True:
         text, handles, _, _ = socket.recv_fds(orders, MAX_ORDER, 1)
         if not text:
             return
-        child = os.fork()
-        if child == 0:
+        if os.fork() == 0:
             _deliver(text, socket.socket(fileno=handles[0]))
         for handle in handles:
             os.close(handle)
-        os.waitpid(child, 0)  # its first stage, which ends as soon as the keeper is born
 
 
 def _deliver(text: bytes, creation: socket.socket) -> None:
@@ -42,6 +41,7 @@ def _deliver(text: bytes, creation: socket.socket) -> None:
         os.dup2(null, 0)  # in place of the orders, and never a free number for a lock to get
         os.close(null)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         main.become(json.loads(text), creation)
         code = 0
     finally:

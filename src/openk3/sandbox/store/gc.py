@@ -21,6 +21,7 @@ def referenced_images(home: Home) -> set[str]:
         try:
             record = BoxRecord.load(folder / "box.json")
         except NotFoundError:
+            found |= _started_from(folder)
             continue
         found |= {name for name in (record.image, record.previous) if name}
     for file in home.snapshots.glob("*.json"):
@@ -28,6 +29,12 @@ def referenced_images(home: Home) -> set[str]:
     for link in home.templates.glob("*.warm"):
         found.add(link.read_text().strip())
     return found
+
+
+def _started_from(folder: Path) -> set[str]:
+    """The image of a machine that nobody has adopted yet."""
+    file = folder / "from"
+    return set(file.read_text().split()) if file.exists() else set()
 
 
 def collect(home: Home) -> int:

@@ -1,9 +1,10 @@
 """The sandbox home: one folder that holds everything, and the only folder this code deletes from.
 
-    boxes/ID/        box.json (the record), lock, sock, keeper.log, live/ (the running upper)
+    boxes/ID/        box.json (the record), lock, sock, pid, engine.log, live/ (the running upper)
     images/ID/       a committed generation: manifest.json and the memory image; never changed
     layers/ID[.img]  a sealed upper; never changed
-    snapshots/ID.json, templates/NAME-HASH/, runtime/HASH/, pages/, bin/, probes.json, events.jsonl
+    snapshots/ID.json, templates/NAME-HASH/, runtime/HASH/, pages/, bin/, probe-BACKEND.json,
+    events.jsonl, keeper.log
 
 A process owns a box while it holds the `flock` on its lock file: the kernel drops it with the
 process, so ownership cannot be left behind by a crash and cannot be held twice.
@@ -14,7 +15,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -93,13 +94,16 @@ class Home:
 class BoxLock:
     """The exclusive right to change one box. Closing the file, or dying, gives it up."""
 
-    def __init__(self, folder: Path, wait_s: float = 0.0) -> None:
+    def __init__(
+        self, folder: Path, wait_s: float = 0.0, in_vain: Callable[[], bool] | None = None
+    ) -> None:
+        """Raises ConflictError after `wait_s` seconds, or once waiting is `in_vain`."""
         end = time.monotonic() + wait_s
         while True:
             self.handle = self._try(folder)
             if self.handle is not None:
                 return
-            if time.monotonic() >= end:
+            if time.monotonic() >= end or (in_vain and in_vain()):
                 raise ConflictError(f"sandbox {folder.name} is running or busy")
             time.sleep(0.005)
 
