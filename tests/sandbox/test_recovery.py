@@ -218,6 +218,8 @@ def test_one_owner_at_a_time(home):
     lock = BoxLock(folder)
     with pytest.raises(RuntimeError, match="busy"):
         BoxLock(folder)
+    with pytest.raises(ConflictError):  # it does not wait for what will not come
+        BoxLock(folder, 3600.0, in_vain=lambda: True)
     lock.release()
     BoxLock(folder).release()
     remove_tree(folder, home.path)
