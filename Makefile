@@ -10,11 +10,11 @@ quickstart: $(VENV)/.base
 	$(BIN)/k3 quickstart
 
 test: lint types
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m 'not gvisor'
+	$(BIN)/python -m pytest -rs -n $(JOBS) --dist loadfile
 
-# Real gVisor sandboxes: needs root or user namespaces, and fetches runsc on first use.
+# Only the tests that run real gVisor sandboxes (`make test` has them too).
 test-sandbox: $(VENV)/.dev
-	$(BIN)/python -m pytest -m gvisor
+	$(BIN)/python -m pytest -rs -n $(JOBS) --dist loadfile -m gvisor
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
