@@ -85,12 +85,16 @@ def situ_product(
 
 
 def rows_product(
-    x: Tensor, w: Tensor, plan: Plan, *, transposed: bool, tile: Tile = ROWS_TILE
-) -> Tensor:
-    """x w_e^T (`transposed`, w [E, N, K]) or x w_e (w [E, K, N]) of each expert's rows: [R, N]."""
+    x: Tensor, w: Tensor, plan: Plan, *, transposed: bool, out: Tensor | None = None,
+    tile: Tile = ROWS_TILE,
+) -> Tensor:  # fmt: skip
+    """x w_e^T (`transposed`, w [E, N, K]) or x w_e (w [E, K, N]) of each expert's rows: [R, N].
+
+    With `out` only the rows of the plan's experts change there.
+    """
     num_experts, rows_w, cols_w = w.shape
     out_width = rows_w if transposed else cols_w
-    out = x.new_empty(x.shape[0], out_width)
+    out = x.new_empty(x.shape[0], out_width) if out is None else out
     block = (tile.bn, tile.bk) if transposed else (tile.bk, tile.bn)
     flat = w.view(num_experts * rows_w, cols_w)
     for rows, warps, table in _classes(plan, tile):
@@ -104,16 +108,22 @@ def rows_product(
     return out
 
 
-def weight_grad(a: Tensor, b: Tensor, plan: Plan, *, tile: Tile = GRAD_TILE) -> Tensor:
-    """a [R, M], b [R, N] -> a_e^T b_e [E, M, N]; exactly zero for an expert without rows."""
+def weight_grad(
+    a: Tensor, b: Tensor, plan: Plan, *, out: Tensor | None = None, zero: bool = True,
+    tile: Tile = GRAD_TILE,
+) -> Tensor:  # fmt: skip
+    """a [R, M], b [R, N] -> a_e^T b_e [E, M, N] in `out`'s dtype, else a's.
+
+    Exactly zero for an expert without rows, or left as it was unless `zero`.
+    """
     num_experts = plan.ends.shape[0]
-    out = a.new_empty(num_experts, a.shape[1], b.shape[1])
+    out = a.new_empty(num_experts, a.shape[1], b.shape[1]) if out is None else out
     launch(
         kernels.grouped_weight_grad, (num_sms(a.device),),
         _descriptor(a, (tile.bk, tile.bm)), _descriptor(b, (tile.bk, tile.bn)), out,
         plan.order, plan.starts, plan.ends,
         M=a.shape[1], N=b.shape[1], E=num_experts, BM=tile.bm, BN=tile.bn, BK=tile.bk,
-        GROUP=tile.group, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        GROUP=tile.group, ZERO=zero, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out
 

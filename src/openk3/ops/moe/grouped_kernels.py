@@ -93,9 +93,9 @@ def grouped_rows(
 def grouped_weight_grad(
     a, b, out, order, starts, ends,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
 ):  # fmt: skip
-    """out [E, M, N] = a_e^T b_e over expert e's rows; an expert without rows gets exact zeros.
+    """out [E, M, N] = a_e^T b_e over expert e's rows; with ZERO one without rows gets exact zeros.
 
     a [R, M], b [R, N] are descriptors with blocks [BK, BM], [BK, BN]; experts in `order`.
     """
@@ -114,5 +114,5 @@ def grouped_weight_grad(
         tl.store(
             out + (expert.to(tl.int64) * M + rows[:, None]) * N + cols[None, :],
             acc.to(out.dtype.element_ty),
-            mask=(rows < M)[:, None] & (cols < N)[None, :],
+            mask=(rows < M)[:, None] & (cols < N)[None, :] & (ZERO | (end > start)),
         )

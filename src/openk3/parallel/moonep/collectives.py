@@ -16,7 +16,7 @@ from openk3.parallel.moonep.collective_route import CollectiveRoute, open_route
 from openk3.parallel.moonep.slots import Slots
 from openk3.parallel.moonep.sums import add_up
 from openk3.parallel.moonep.token_map import Layout, TokenMap
-from openk3.parallel.moonep.transport import Bytes, Pending, unpack
+from openk3.parallel.moonep.transport import Bytes, Pending
 
 
 class Collectives:
@@ -39,7 +39,7 @@ class Collectives:
         self.sent.tables += 8 * (self.num_ranks - 1) + 12 * self._elsewhere(route.pairs.sent)
         return route
 
-    def scatter(self, route: CollectiveRoute, x: Tensor) -> Tensor:
+    def scatter(self, route: CollectiveRoute, x: Tensor, room: int = 0) -> Tensor:
         splits = route.tokens
         self.sent.tokens += self._elsewhere(splits.sent) * x.shape[1] * x.itemsize
         rows = x[route.token_sent.target]
@@ -60,24 +60,29 @@ class Collectives:
         found.view(-1)[route.pair_sent] = back
         return found
 
-    def fetch_experts(self, route: CollectiveRoute, own: list[Tensor]) -> tuple[Tensor, Pending]:
+    def fetch_experts(
+        self, route: CollectiveRoute, own: list[Tensor]
+    ) -> tuple[list[Tensor], Pending]:
         flat = torch.cat([w.detach()[route.lent].flatten(1) for w in own], 1)
         copies, width = route.copies, flat.shape[1]
         self.sent.experts += self._elsewhere(copies.sent) * width * flat.itemsize
         bank = self.slots.take("weights", sum(copies.received), width, flat.dtype, flat.device)
-        return bank, self._start(route, bank, flat, copies.received, copies.sent)
+        ready = self._start(route, bank, flat, copies.received, copies.sent)
+        return _unpack(bank, own), ready
 
-    def grad_room(self, route: CollectiveRoute, width: int) -> Tensor:
-        num = sum(route.copies.received)
-        return self.slots.take("grads", num, width, torch.float32, route.weights.device)
+    def grad_room(self, route: CollectiveRoute, own: list[Tensor]) -> list[Tensor]:
+        return _unpack(self._staged(route, own), own)
 
     def return_grads(self, route: CollectiveRoute, own: list[Tensor]) -> Pending:
-        copies, width = route.copies, sum(w[0].numel() for w in own)
-        staged = self.grad_room(route, width)
-        self.sent.grads += self._elsewhere(copies.received) * width * 4
-        back = staged.new_empty(len(route.lent), width)
+        copies, staged = route.copies, self._staged(route, own)
+        self.sent.grads += self._elsewhere(copies.received) * staged.shape[1] * 4
+        back = staged.new_empty(len(route.lent), staged.shape[1])
         work = self._start(route, back, staged, copies.sent, copies.received)
         return _Reduction(work, back, route, own)
+
+    def _staged(self, route: CollectiveRoute, own: list[Tensor]) -> Tensor:
+        num, width = sum(route.copies.received), sum(w[0].numel() for w in own)
+        return self.slots.take("grads", num, width, torch.float32, own[0].device)
 
     def _start(
         self, route: CollectiveRoute, out: Tensor, rows: Tensor, received: list[int],
@@ -111,5 +116,11 @@ class _Reduction:
         sizes = self.route.copies.sent
         parts = zip(self.back.split(sizes), self.route.lent.split(sizes), strict=True)
         for flat, experts in parts:
-            for total, grad in zip(self.own, unpack(flat, self.own), strict=True):
+            for total, grad in zip(self.own, _unpack(flat, self.own), strict=True):
                 total.index_add_(0, experts, grad)  # an expert is lent to a rank once
+
+
+def _unpack(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """flat [n, W] -> views of n experts, shaped as those of `like` [B, ..]."""
+    parts = flat.split([w[0].numel() for w in like], 1)
+    return [part.unflatten(1, w.shape[1:]) for part, w in zip(parts, like, strict=True)]

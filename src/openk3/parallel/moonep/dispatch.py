@@ -8,14 +8,17 @@ redundant experts again, and returns their gradients, staged in float32, to thei
 Legend: T tokens, k choices, L latent width, E experts, B = E / R experts of this rank, N rows.
 """
 
+from types import ModuleType
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from openk3.errors import InputError
+from openk3.errors import ConfigError, InputError
 from openk3.model.moe import Experts
 from openk3.model.ports import ExpertWeights
+from openk3.ops.triton_support import has_triton
 from openk3.parallel.alltoall import experts_per_rank
 from openk3.parallel.moonep import products
 from openk3.parallel.moonep.collectives import Collectives
@@ -36,12 +39,19 @@ class MoonEPDispatcher:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, num_experts: int, transport: Transport | None = None
+        self, group: dist.ProcessGroup | None, num_experts: int, transport: Transport | None = None
     ) -> None:
-        """Raises ConfigError unless `num_experts` divides by the size of `group`."""
-        self.block = experts_per_rank(num_experts, group.size())
+        """Moves by collectives of `group` unless `transport` is given.
+
+        Raises ConfigError unless `num_experts` divides by the number of ranks.
+        """
+        if transport is None:
+            if group is None:
+                raise ConfigError("a dispatcher needs a process group or a transport")
+            transport = Collectives(group)
+        self.transport = transport
+        self.block = experts_per_rank(num_experts, transport.num_ranks)
         self.num_experts = num_experts
-        self.transport = transport or Collectives(group)
         self.rows = 0
         """Rows of the last forward pass, equal on all ranks but for a remainder of one."""
 
@@ -74,6 +84,10 @@ class MoonEPDispatcher:
 
 def allocate(counts: Tensor) -> Tensor:
     """counts [R, E] int64 -> the plan's alloc [R, E] on the same device."""
+    if counts.is_cuda and has_triton():
+        from openk3.parallel.moonep.planner_gpu import solve_on_device
+
+        return solve_on_device(counts)
     load = counts.sum(0).cpu().numpy()
     return torch.from_numpy(solve(load, len(counts))).to(counts.device)
 
@@ -89,7 +103,7 @@ class _Dispatch(torch.autograd.Function):
         own = [w1, w3, w2]
         rows = transport.scatter(route, x)
         copies, ready = transport.fetch_experts(route, own)
-        y = products.forward(rows, route, own, copies, ready, betas)
+        y = _products(route).forward(rows, route, own, copies, ready, betas)
         return transport.gather(route, y)
 
     @staticmethod
@@ -97,12 +111,21 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx, *grads: Tensor):
         x, *own = ctx.saved_tensors
         route, transport = ctx.route, ctx.transport
-        rows, d_out = transport.scatter(route, x), transport.scatter(route, grads[0])
+        rows, d_out = transport.scatter(route, x), transport.scatter(route, grads[0], room=1)
         copies, ready = transport.fetch_experts(route, own)
-        staged = transport.grad_room(route, copies.shape[1])
-        found = products.backward(rows, d_out, route, own, copies, ready, staged, ctx.betas)
+        staged = transport.grad_room(route, own)
+        found = _products(route).backward(rows, d_out, route, own, copies, ready, staged, ctx.betas)
         home = transport.return_grads(route, found.own)
         dx = transport.gather(route, found.rows)
         d_weights = transport.gather_values(route, found.weights)
         home.wait()
         return dx, d_weights, *found.own, None, None, None
+
+
+def _products(route: Route) -> ModuleType:
+    """The products for rows whose groups the host knows, or does not."""
+    if route.num_own is not None:
+        return products
+    from openk3.parallel.moonep import tiled
+
+    return tiled

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from openk3.ops import moe
 from openk3.ops.precision import wide_dtype
-from openk3.parallel.moonep.transport import Pending, Route, unpack
+from openk3.parallel.moonep.transport import Pending, Route
 
 
 class RowGrads(NamedTuple):
@@ -32,27 +32,28 @@ Betas = tuple[float, float | None]
 
 
 def forward(
-    rows: Tensor, route: Route, own: list[Tensor], copies: Tensor, ready: Pending, betas: Betas
-) -> Tensor:
+    rows: Tensor, route: Route, own: list[Tensor], copies: list[Tensor], ready: Pending,
+    betas: Betas,
+) -> Tensor:  # fmt: skip
     """rows [N, L] grouped by expert -> weighted outputs [N, L].
 
-    copies [n, 3 F L]: the redundant experts, to be read once `ready` has come.
+    own, copies: w1, w3, w2 of own and of redundant experts; the latter to be read once `ready`.
     """
     mine, borrowed = _cut(rows, route)
     first = _mlp(mine, route.ends[: len(own[0])], own, betas)
     ready.wait()
-    last = _mlp(borrowed, _borrowed_ends(route, copies), unpack(copies, own), betas)
+    last = _mlp(borrowed, _borrowed_ends(route, copies), copies, betas)
     return _weigh(torch.cat([first, last]), route.weights)
 
 
 def backward(
-    rows: Tensor, d_out: Tensor, route: Route, own: list[Tensor], copies: Tensor, ready: Pending,
-    staged: Tensor, betas: Betas,
+    rows: Tensor, d_out: Tensor, route: Route, own: list[Tensor], copies: list[Tensor],
+    ready: Pending, staged: list[Tensor], betas: Betas,
 ) -> RowGrads:  # fmt: skip
-    """Gradients for d_out [N, L]; those of the redundant experts go to `staged` [n, 3 F L]."""
+    """Gradients for d_out [N, L]; those of the redundant experts go to `staged`."""
     ready.wait()
     leaves = [t.detach().requires_grad_() for t in (rows, route.weights, *own)]
-    loans = [t.detach().requires_grad_() for t in unpack(copies, own)]
+    loans = [t.detach().requires_grad_() for t in copies]
     with torch.enable_grad():
         mine, borrowed = _cut(leaves[0], route)
         first = _mlp(mine, route.ends[: len(own[0])], leaves[2:], betas)
@@ -61,7 +62,7 @@ def backward(
     grads = torch.autograd.grad(
         out, [*leaves, *loans], d_out, allow_unused=True, materialize_grads=True
     )
-    for room, grad in zip(unpack(staged, own), grads[len(leaves) :], strict=True):
+    for room, grad in zip(staged, grads[len(leaves) :], strict=True):
         room.copy_(grad)
     d_rows, d_weights, *d_own = grads[: len(leaves)]
     return RowGrads(d_rows, d_weights, [g.to(wide_dtype(g)) for g in d_own])
@@ -77,9 +78,9 @@ def _rows_of_own(route: Route) -> int:
     return route.num_own
 
 
-def _borrowed_ends(route: Route, copies: Tensor) -> Tensor:
+def _borrowed_ends(route: Route, copies: list[Tensor]) -> Tensor:
     block = route.layout.block
-    return route.ends[block : block + len(copies)] - _rows_of_own(route)
+    return route.ends[block : block + len(copies[0])] - _rows_of_own(route)
 
 
 def _mlp(rows: Tensor, ends: Tensor, experts: list[Tensor], betas: Betas) -> Tensor:

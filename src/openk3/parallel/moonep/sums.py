@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from openk3.ops.precision import wide_dtype
+from openk3.ops.triton_support import has_triton, launch
 
 
 class Groups(NamedTuple):
@@ -32,5 +33,21 @@ def group(target: Tensor, num_targets: int) -> Groups:
 
 def add_up(rows: Tensor, groups: Groups) -> Tensor:
     """rows [n, L] -> [m, L] in rows' dtype: the sum of each target's rows."""
+    if rows.is_cuda and has_triton():
+        return _add_up_on_gpu(rows, groups)
     total = rows.new_zeros(groups.num_targets, rows.shape[1], dtype=wide_dtype(rows))
     return total.index_add_(0, groups.target, rows.to(total.dtype)).to(rows.dtype)
+
+
+def _add_up_on_gpu(rows: Tensor, groups: Groups) -> Tensor:
+    """`index_add_` would add in any order there."""
+    from openk3.parallel.moonep import kernels
+
+    out = rows.new_empty(groups.num_targets, rows.shape[1])
+    if out.numel():
+        block = min(512, 1 << (rows.shape[1] - 1).bit_length())
+        launch(
+            kernels.add_rows, (len(out), -(-rows.shape[1] // block)), rows, groups.order,
+            groups.starts, out, L=rows.shape[1], BLOCK=block, ZERO=True,
+        )  # fmt: skip
+    return out

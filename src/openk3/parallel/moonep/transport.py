@@ -1,7 +1,6 @@
 """What the dispatcher asks of whatever moves its data, and the facts of one layer's rows.
 
-Legend: T tokens, k choices, L latent width, R ranks, E experts, B = E / R, N rows here, W = 3 F L
-values of an expert.
+Legend: T tokens, k choices, L latent width, R ranks, E experts, B = E / R, N rows here.
 """
 
 from dataclasses import dataclass
@@ -57,7 +56,6 @@ class Transport(Protocol):
     num_ranks: int
     align: int
     """A group's rows are a multiple of it."""
-    sent: Bytes
 
     def share_counts(self, load: Tensor) -> Tensor:
         """load [E] int64 of this rank -> [R, E] of all."""
@@ -67,8 +65,9 @@ class Transport(Protocol):
         """Tell every rank which rows it will get, with their weights [T, k] float32: a `Route`."""
         ...
 
-    def scatter(self, route: Any, x: Tensor) -> Tensor:
-        """x [T, L] -> rows [N, L] grouped by expert."""
+    def scatter(self, route: Any, x: Tensor, room: int = 0) -> Tensor:
+        """x [T, L] -> rows [N, L] grouped by expert, valid until the next call for `room` (0, 1),
+        and room 1 until the next `gather`."""
         ...
 
     def gather(self, route: Any, rows: Tensor) -> Tensor:
@@ -79,20 +78,14 @@ class Transport(Protocol):
         """values [N] float32 of rows -> [T, k] of pairs; 0 for padding."""
         ...
 
-    def fetch_experts(self, route: Any, own: list[Tensor]) -> tuple[Tensor, Pending]:
-        """own: three parameters [B, ..] -> the redundant experts [copies, W]."""
+    def fetch_experts(self, route: Any, own: list[Tensor]) -> tuple[list[Tensor], Pending]:
+        """own: three parameters [B, ..] -> those of the redundant experts, [copies, ..] each."""
         ...
 
-    def grad_room(self, route: Any, width: int) -> Tensor:
-        """[copies, W] float32 in which to stage the gradients of redundant experts."""
+    def grad_room(self, route: Any, own: list[Tensor]) -> list[Tensor]:
+        """Three [copies, ..] float32 in which to stage the gradients of redundant experts."""
         ...
 
     def return_grads(self, route: Any, own: list[Tensor]) -> Pending:
         """Add what every rank has staged to the gradients `own` [B, ..] of its homes."""
         ...
-
-
-def unpack(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """flat [n, W] -> views of n experts, shaped as those of `like` [B, ..]."""
-    parts = flat.split([w[0].numel() for w in like], 1)
-    return [part.unflatten(1, w.shape[1:]) for part, w in zip(parts, like, strict=True)]

@@ -1,0 +1,116 @@
+"""The experts' products where nothing is known to the host: fixed shapes, tables on the device.
+
+Rows of own and of redundant experts share one buffer but not one weight tensor. Own rows come
+first, so `grouped_mm` takes them as they are; tiles of our kernels then fill in the rows of
+redundant experts. Weight gradients are written in float32. As in `ops.moe.routed`, with y = p E(x),
+the router's gradient is <dy w2, act>, taken from the un-scaled gradient.
+
+Legend: N rows, L latent width, F inner width, B experts a rank owns.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from openk3.ops.moe import grouped, routed
+from openk3.ops.moe import permute_kernels as kernels
+from openk3.ops.moe.row_plan import BIG, SMALL, Plan, Tiles
+from openk3.ops.triton_support import launch
+from openk3.parallel.moonep.products import Betas, RowGrads
+from openk3.parallel.moonep.transport import Pending, Route
+
+ALIGN = SMALL
+"""Rows of a group: tiles never straddle two experts."""
+
+
+class Halves(NamedTuple):
+    """Both groups of experts on one rank's rows."""
+
+    own: Plan
+    borrowed: Plan
+    last_row: Tensor
+    """[1] int32: rows in use."""
+
+
+def halves(sizes: Tensor, num_rows: int) -> Halves:
+    """sizes [2 B] multiples of ALIGN: rows of each own, then of each redundant expert."""
+    block = sizes.numel() // 2
+    own, borrowed = (_tile(part, num_rows) for part in (sizes[:block], sizes[block:]))
+    start = own.ends[-1:]
+    tiles = borrowed.tiles._replace(
+        big_row=borrowed.tiles.big_row + start, small_row=borrowed.tiles.small_row + start
+    )
+    borrowed = borrowed._replace(
+        starts=borrowed.starts + start, ends=borrowed.ends + start, tiles=tiles
+    )
+    return Halves(own, borrowed, borrowed.ends[-1:])
+
+
+def _tile(sizes: Tensor, num_rows: int) -> Plan:
+    """Row tiles of groups that lie one after the other from row 0."""
+    num = sizes.numel()
+    pad = max(16, 1 << (num - 1).bit_length())
+
+    def ints(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.int32, device=sizes.device)
+
+    totals = functional.pad(sizes.to(torch.int32), (0, pad - num))
+    starts, ends, order, big_first, small_first = (ints(num) for _ in range(5))
+    num_big = num_rows // BIG + num
+    tiles = Tiles(ints(num_big), ints(num_big), ints(num), ints(num), ints(2))
+    none = ints(1)
+    launch(
+        kernels.plan_experts, (1,), totals, starts, ends, order, big_first, small_first,
+        tiles.num_tiles, E=num, E_PAD=pad, ALIGN=ALIGN, BIG=BIG, SMALL=SMALL, num_warps=4,
+    )  # fmt: skip
+    launch(
+        kernels.list_tiles, (num,), totals, starts, ends, big_first, small_first, *tiles[:4],
+        none, ALIGN=1, BIG=BIG, SMALL=SMALL, W=64, num_warps=1,
+    )  # fmt: skip
+    return Plan(none, none, starts, ends, totals, order, tiles, 1)
+
+
+def forward(
+    rows: Tensor, route: Route, own: list[Tensor], copies: list[Tensor], ready: Pending,
+    betas: Betas,
+) -> Tensor:  # fmt: skip
+    """As `products.forward`; rows past the last group are left unset."""
+    plan = halves(route.ends.diff(prepend=route.ends.new_zeros(1)), len(rows))
+    ready.wait()
+    gate, up = (_product(rows, own[i], copies[i], plan, True) for i in (0, 1))
+    act = routed.situ_forward(gate, up, routed.Betas(*betas), plan.last_row)
+    y = _product(act, own[2], copies[2], plan, True)
+    return (y.float() * route.weights[:, None]).to(y.dtype)
+
+
+def backward(
+    rows: Tensor, d_out: Tensor, route: Route, own: list[Tensor], copies: list[Tensor],
+    ready: Pending, staged: list[Tensor], betas: Betas,
+) -> RowGrads:  # fmt: skip
+    """As `products.backward`."""
+    plan = halves(route.ends.diff(prepend=route.ends.new_zeros(1)), len(rows))
+    ready.wait()
+    gate, up = (_product(rows, own[i], copies[i], plan, True) for i in (0, 1))
+    act = _product(d_out, own[2], copies[2], plan, False)
+    d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
+    d_weights = routed.situ_backward(
+        gate, up, act, d_gate, d_up, routed.Betas(*betas), route.weights, plan.last_row
+    )
+    assert d_weights is not None, "weighted rows return their gradient"
+    del gate, up
+    grads = [torch.empty_like(w, dtype=torch.float32) for w in own]
+    pairs = (d_gate, rows), (d_up, rows), (d_out, act)
+    for (a, b), mine, lent in zip(pairs, grads, staged, strict=True):
+        grouped.weight_grad(a, b, plan.own, out=mine)
+        grouped.weight_grad(a, b, plan.borrowed, out=lent, zero=False)
+    d_rows = _product(d_gate, own[0], copies[0], plan, False)
+    d_rows += _product(d_up, own[1], copies[1], plan, False)
+    return RowGrads(d_rows, d_weights, grads)
+
+
+def _product(rows: Tensor, own: Tensor, copies: Tensor, plan: Halves, transposed: bool) -> Tensor:
+    w = own.detach()
+    out = functional.grouped_mm(rows, w.transpose(1, 2) if transposed else w, offs=plan.own.ends)
+    return grouped.rows_product(rows, copies, plan.borrowed, transposed=transposed, out=out)

@@ -1,0 +1,3 @@
+"""Kernels run in Triton's interpreter where there is no GPU."""
+
+import triton_interpreter  # noqa: F401
