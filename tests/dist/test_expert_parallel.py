@@ -201,3 +201,31 @@ def test_every_gradient_of_a_model_is_that_of_one_device(ranks, kind, size):
         assert relative_error(got, grad) < 2e-5, name
         if name.endswith("gate.weight"):
             assert grad.abs().max() > 1e-6
+
+
+def balance(group, num_parts):
+    """The biases after a step whose rows, of unequal lengths and padded, are shared out."""
+    model = K3(preset("nano", initializer_range=0.1), seed=1).train()
+    ids = torch.randint(0, 256, (8, 10), generator=torch.Generator().manual_seed(3))
+    valid = torch.arange(10) < torch.tensor([10, 3, 7, 1, 9, 10, 2, 5])[:, None]
+    mine = slice(group.rank(), None, num_parts) if group.rank() < num_parts else slice(0, 0)
+    calls = []
+
+    def reduce(counts):
+        calls.append(counts.dtype)
+        torch.distributed.all_reduce(counts, group=group)
+
+    for row, real in zip(ids[mine], valid[mine], strict=True):  # micro-batches of one row
+        model.hidden(row[None], valid=real[None])
+    model.update_balancing(reduce)
+    assert calls == [torch.int32]
+    return [router.e_score_correction_bias for router in model.routers().values()]
+
+
+def test_the_balancing_bias_does_not_know_how_tokens_are_shared_out(ranks):
+    [wanted] = ranks(1, balance, 1)
+    assert len(wanted) == 4
+    assert all(bias.any() for bias in wanted)
+    for size, parts in ((2, 2), (4, 4), (4, 3)):  # with three parts one rank has no tokens
+        for found in ranks(size, balance, parts):
+            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))

@@ -17,6 +17,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "chat": ("openk3.cli.chat", "talk with a model: tools, pictures, thinking"),
     "report": ("openk3.cli.report", "a run as one HTML page, and PNG plots"),
     "inspect": ("openk3.cli.inspect", "parameters, FLOPs and memory of a model; what files hold"),
+    "plan": ("openk3.cli.plan", "what a parallel run costs: balanced experts, without devices"),
     "convert": ("openk3.cli.convert", "rewrite a model folder: formats, layouts, shards"),
     "sandbox": ("openk3.cli.sandbox", "isolated machines that pause, resume, fork, snapshot"),
     "data": ("openk3.cli.data", "build token shards from text, verify and describe them"),

@@ -164,9 +164,19 @@ class K3(nn.Module):
         return {m.layer: m for m in self.modules() if isinstance(m, Router)}
 
     def update_balancing(self, reduce: Callable[[Tensor], None] | None = None) -> None:
-        """Apply Quantile Balancing once per optimizer step (K3 report eq. 14)."""
-        for router in self.routers().values():
-            router.update_bias(reduce)
+        """Apply Quantile Balancing once per optimizer step (K3 report eq. 14).
+
+        `reduce` adds the counts of all layers [layers, E, 1000] int32, in place, over exactly the
+        ranks whose tokens differ; it is called once. A step has fewer than 2^31 tokens.
+        """
+        routers = list(self.routers().values())
+        if reduce is not None and routers:
+            counts = torch.stack([r.margin_counts.to(torch.int32) for r in routers])
+            reduce(counts)
+            for router, total in zip(routers, counts, strict=True):
+                router.margin_counts.copy_(total)
+        for router in routers:
+            router.update_bias()
 
     def track_max_logits(self, on: bool = True) -> None:
         """Record every MLA head's largest attention logit in training-mode passes."""

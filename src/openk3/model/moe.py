@@ -3,8 +3,6 @@
 Legend: T tokens, d model width, L latent width, E experts, F expert inner width, k experts a token.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
@@ -52,13 +50,8 @@ class Router(nn.Module):
         self.load += torch.bincount(ids.reshape(-1), minlength=self.load.numel())
 
     @torch.no_grad()
-    def update_bias(self, reduce: Callable[[Tensor], None] | None = None) -> None:
-        """Set the bias for the next step and forget the counts (eq. 14, app. D).
-
-        `reduce` adds the counts [E, 1000] int64 in place over all ranks with distinct tokens.
-        """
-        if reduce is not None:
-            reduce(self.margin_counts)
+    def update_bias(self) -> None:
+        """Set the bias for the next step from the counts and forget them (eq. 14, app. D)."""
         bias = self.e_score_correction_bias
         bias.copy_(moe.histogram_bias(self.margin_counts, bias, self.top_k))
         self.margin_counts.zero_()
