@@ -1,6 +1,6 @@
 """Guesses for the next tokens of a sequence: what followed the last time it said the same.
 
-Prompt lookup: if the last MAX_GRAM .. MIN_GRAM tokens (as many as possible) occurred before in the
+Prompt lookup: if the last GRAMS tokens (the longest that can be had) occurred before in the
 prompt or the output, what came after them is the draft. Verification by the runner makes a wrong
 guess cost time only.
 """
@@ -12,7 +12,8 @@ from openk3.engine.types import EngineConfig
 if TYPE_CHECKING:
     from openk3.engine.sequence import Sequence
 
-MAX_GRAM, MIN_GRAM = 4, 2
+GRAMS = (4, 2)
+"""Sizes, the longest first."""
 LOOKBACK = 8192
 """Tokens of a prompt that are searched, from its end."""
 
@@ -38,11 +39,11 @@ class Grams:
 
     def guess(self, ids: list[int], limit: int) -> tuple[int, ...]:
         """What followed the latest earlier occurrence of the longest known end of `ids`."""
-        for end in range(max(self.upto, MIN_GRAM, len(ids) - LOOKBACK), len(ids)):
-            for size in range(MIN_GRAM, min(MAX_GRAM, end) + 1):
+        for end in range(max(self.upto, GRAMS[0], len(ids) - LOOKBACK), len(ids)):
+            for size in GRAMS:
                 self.seen[tuple(ids[end - size : end])] = end
         self.upto = len(ids)
-        for size in range(min(MAX_GRAM, len(ids)), MIN_GRAM - 1, -1):
+        for size in GRAMS:
             at = self.seen.get(tuple(ids[-size:]))
             if at is not None:
                 return tuple(ids[at : at + limit])

@@ -269,10 +269,10 @@ class Engine:
         """Counters and gauges of now."""
         with self._lock:
             pool, scheduler = self.memory.pool, self.scheduler
-            waiting = scheduler.waiting
+            came = [seq.arrived for seq in scheduler.waiting]
             return Stats(
                 running=len(scheduler.running),
-                waiting=len(waiting),
+                waiting=len(came),
                 pages=pool.num_pages,
                 free_pages=pool.free,
                 cached_pages=pool.idle_pages,
@@ -280,6 +280,8 @@ class Engine:
                 preemptions=scheduler.preemptions,
                 host_pages=self.memory.host.num_pages - self.memory.host.free,
                 host_hits=self.memory.host_hits,
+                hash_block=self.memory.block,
+                wait_seconds=self.clock.now() - min(came) if came else 0.0,
                 **self._counts,
             )
 

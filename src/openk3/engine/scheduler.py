@@ -189,15 +189,22 @@ class Scheduler:
     # Admission
 
     def _admit(self, prefills: list[Sequence], budget: int) -> None:
-        """Move waiting requests to the running ones while tokens, slots and pages allow."""
+        """Move waiting requests to the running ones while tokens, slots and pages allow.
+
+        One whose prompt has a prefix that a running prefill before it is about to leave a
+        checkpoint of (the same prompt, the same system message) waits for that instead."""
         blocked: list[Sequence] = []
+        coming = {key: seq.rank for seq in prefills for key in seq.mark_keys(seq.computed)}
         for seq in self.waiting[:SCAN]:
             if not self.slots:
                 break
             if not gets_some(seq, prefills, budget):
                 continue
             hit = self.memory.lookup(seq)
-            seq.estimate = len(seq.ids) - hit.blocks * self.memory.block
+            start = hit.blocks * self.memory.block
+            seq.estimate = len(seq.ids) - start
+            if any(coming.get(key, seq.rank) < seq.rank for key in seq.mark_keys(start)):
+                continue
             if not gets_some(seq, prefills, budget):
                 continue
             if not self._open(seq, hit):
@@ -206,8 +213,9 @@ class Scheduler:
                     break
                 continue
             self.waiting.remove(seq)
-            self._start(seq, hit)
+            self._start(seq)
             prefills.append(seq)
+            coming.update((key, seq.rank) for key in seq.mark_keys(start))
             for other in blocked:
                 other.passed += 1
 
@@ -228,10 +236,10 @@ class Scheduler:
             new += other.budget
         return known + self.expected * new / self.memory.page
 
-    def _start(self, seq: Sequence, hit: Hit) -> None:
+    def _start(self, seq: Sequence) -> None:
         seq.slot = self.slots.pop()
         if not seq.admissions:
-            seq.cached_tokens = min(hit.blocks * self.memory.block, seq.num_prompt - 1)
+            seq.cached_tokens = min(seq.computed, seq.num_prompt - 1)
         seq.admissions += 1
         seq.passed = 0
         insort(self.running, seq, key=lambda other: other.rank)

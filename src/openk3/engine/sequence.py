@@ -92,6 +92,11 @@ class Sequence:
         """New tokens it may still generate."""
         return self.request.params.max_tokens - len(self.output)
 
+    def mark_keys(self, start: int) -> list[bytes]:
+        """Keys of the prefixes after `start` that it is to leave a checkpoint of."""
+        keys, block = self.chain.keys, self.chain.block
+        return [keys[at // block - 1] for at in self.marks_within(start, len(keys) * block)]
+
     def marks_within(self, start: int, end: int) -> list[int]:
         """Positions in (start, end] where a checkpoint is to be kept."""
         return self.marks[bisect_right(self.marks, start) : bisect_right(self.marks, end)]

@@ -204,3 +204,7 @@ class Stats:
     """Pages kept in the host tier."""
     host_hits: int = 0
     """Pages brought back from it."""
+    hash_block: int = 0
+    """The shortest prefix that can be reused, and the grain of longer ones, in tokens."""
+    wait_seconds: float = 0.0
+    """How long the request that waits longest has waited, since it came."""

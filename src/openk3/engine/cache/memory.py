@@ -48,7 +48,7 @@ class Memory:
         self.host = Store("host", num_host_pages)
         self.tiers = (self.pool, self.host) if num_host_pages else (self.pool,)
         if poison:
-            self.pool.blanked = []
+            self.pool.blanked = list(range(geometry.num_pages))
         self.copies: list[Copy] = []
         """Of the plan being made, in order."""
         self.host_hits = 0
@@ -275,11 +275,9 @@ class Memory:
 
     def spoil(self, seq: "Sequence") -> None:
         """The bytes of a sequence cannot be trusted: nothing is to find any of them."""
-        for store in self.tiers:
-            for key in seq.chain.keys:
-                for index in store.index.values():
-                    if holding := index.get(key):
-                        store.forget(holding)
+        for key in seq.chain.keys:
+            self.lose("latents", key)
+            self.lose("state", key)
 
     # The host tier, and the whole
 
@@ -300,6 +298,14 @@ class Memory:
             self.copies.append(Copy(source, target, "pool", "host"))
         self._arrivals.append((host, away, [(key, holding.end) for key in holding.keys]))
         return True
+
+    def lose(self, kind: Kind, key: bytes) -> bool:
+        """Debug: forget what is found under a key, in every tier. Whether there was anything."""
+        found = [(store, store.find(kind, key)) for store in self.tiers]
+        for store, holding in found:
+            if holding:
+                store.forget(holding)
+        return any(holding for _, holding in found)
 
     def clear(self, host: bool = True, pool: bool = True) -> None:
         """Forget what could be reused."""

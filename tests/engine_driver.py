@@ -1,0 +1,125 @@
+"""An engine over the scripted runner, with the small sizes of the tests: H = 16, P = 64."""
+
+import random
+from dataclasses import dataclass, field
+
+from openk3.engine import Engine, EngineConfig, Output, Request, SamplingParams
+from openk3.engine.cache.checks import check
+from openk3.engine.scripted import Script, ScriptedRunner, from_prefix
+
+H, P = 16, 64
+VOCAB, END = 128, 127
+NEVER = 100
+"""Ids from here on are not emitted by the script."""
+
+
+class Ticks:
+    """A clock that tests move."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+
+@dataclass
+class Served:
+    """What one request got."""
+
+    request: Request
+    ids: list[int] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    """The numbers of the steps that brought something."""
+
+    @property
+    def reason(self) -> str | None:
+        return self.outputs[-1].finish_reason if self.outputs else None
+
+    @property
+    def cached(self) -> int:
+        return self.outputs[-1].cached_tokens
+
+
+class Driver:
+    """Adds requests, runs steps, checks every invariant and every emitted id."""
+
+    def __init__(
+        self,
+        *,
+        num_pages: int = 256,
+        kda_groups: int = 2,
+        page_tokens: int = P,
+        max_positions: int = 1 << 20,
+        script: Script | None = None,
+        **options,
+    ) -> None:
+        self.runner = ScriptedRunner(
+            script or from_prefix(NEVER),
+            page_tokens=page_tokens,
+            num_pages=num_pages,
+            kda_groups=kda_groups,
+            vocab_size=VOCAB,
+            end_id=END,
+            max_positions=max_positions,
+        )
+        self.clock = Ticks()
+        config = EngineConfig(**{"hash_block": H, "debug": True, **options})
+        self.engine = Engine(self.runner, config, clock=self.clock)
+        self.served: dict[str, Served] = {}
+        self.steps = 0
+
+    def add(self, prompt, max_tokens: int = 1, **options) -> Served:
+        """Queue a request; `options` are of Request, or of its SamplingParams."""
+        name = str(len(self.served))
+        of_request = {
+            key: options.pop(key) for key in ("salt", "media", "priority") if key in options
+        }
+        params = SamplingParams(max_tokens=max_tokens, **options)
+        served = Served(Request(name, tuple(prompt), params, **of_request))
+        self.engine.add(served.request)
+        self.served[name] = served
+        return served
+
+    def step(self) -> list[Output]:
+        self.steps += 1
+        outputs = self.engine.step()
+        for output in outputs:
+            served = self.served[output.request_id]
+            assert served.reason is None, f"{output} after the end"
+            for token in output.new_ids:
+                known = [*self._prompt(served.request), *served.ids]
+                assert token == self.runner.script(served.request, known)
+                served.ids.append(token)
+            served.outputs.append(output)
+            served.steps.append(self.steps)
+        check(self.engine.scheduler, self.engine.memory)
+        return outputs
+
+    def _prompt(self, request: Request) -> tuple[int, ...]:
+        return self.runner.expand(request).ids if request.media else request.prompt_ids
+
+    def drain(self) -> None:
+        """Steps until nothing is left."""
+        while self.engine.busy:
+            self.step()
+
+    def run(self, prompt, max_tokens: int = 1, **options) -> Served:
+        """One request alone, to its end."""
+        served = self.add(prompt, max_tokens, **options)
+        self.drain()
+        return served
+
+    def assert_idle(self) -> None:
+        """Every request has ended once, and holds nothing."""
+        stats = self.engine.stats()
+        assert (stats.running, stats.waiting) == (0, 0)
+        assert stats.free_pages == stats.pages
+        assert all(served.reason for served in self.served.values())
+        assert len(self.engine.scheduler.slots) == self.engine.config.max_running
+
+
+def random_ids(count: int, seed: int = 0) -> tuple[int, ...]:
+    rng = random.Random(seed)
+    return tuple(rng.randrange(2, NEVER) for _ in range(count))
