@@ -53,8 +53,10 @@ class Driver:
         page_tokens: int = P,
         max_positions: int = 1 << 20,
         script: Script | None = None,
+        check_every: int = 1,
         **options,
     ) -> None:
+        self.check_every = check_every
         self.runner = ScriptedRunner(
             script or from_prefix(NEVER),
             page_tokens=page_tokens,
@@ -94,7 +96,8 @@ class Driver:
                 served.ids.append(token)
             served.outputs.append(output)
             served.steps.append(self.steps)
-        check(self.engine.scheduler, self.engine.memory)
+        if self.steps % self.check_every == 0:
+            check(self.engine.scheduler, self.engine.memory)
         return outputs
 
     def _prompt(self, request: Request) -> tuple[int, ...]:
@@ -123,3 +126,27 @@ class Driver:
 def random_ids(count: int, seed: int = 0) -> tuple[int, ...]:
     rng = random.Random(seed)
     return tuple(rng.randrange(2, NEVER) for _ in range(count))
+
+
+def serve_random(seed: int, total: int, **options) -> Driver:
+    """Random requests over shared prefixes in a small engine, aborts and new weights at random."""
+    rng = random.Random(seed)
+    sizes = {"num_pages": 30, "page_tokens": 16, "hash_block": 4, "max_batch_tokens": 24}
+    driver = Driver(**{**sizes, "max_running": 8, "script": from_prefix(17), **options})
+    bases = [tuple(rng.randrange(17) for _ in range(60)) for _ in range(4)]
+    while len(driver.served) < total or driver.engine.busy:
+        while len(driver.served) < total and rng.random() < 0.4:
+            own = tuple(rng.randrange(17) for _ in range(rng.randrange(20)))
+            driver.add(
+                rng.choice(bases)[: rng.randrange(1, 60)] + own,
+                rng.randrange(1, 40),
+                salt=rng.choice(["", "", "a"]),
+            )
+        if rng.random() < 0.1:
+            driver.engine.abort(str(len(driver.served) - rng.randrange(10)))
+        if rng.random() < 0.01:
+            driver.runner.version = str(rng.random())
+            driver.engine.new_weights(driver.runner.version)
+        driver.step()
+    driver.assert_idle()
+    return driver

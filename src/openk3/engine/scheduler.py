@@ -239,7 +239,7 @@ class Scheduler:
     def _start(self, seq: Sequence) -> None:
         seq.slot = self.slots.pop()
         if not seq.admissions:
-            seq.cached_tokens = min(seq.computed, seq.num_prompt - 1)
+            seq.cached_tokens = seq.computed
         seq.admissions += 1
         seq.passed = 0
         insort(self.running, seq, key=lambda other: other.rank)

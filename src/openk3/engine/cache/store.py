@@ -98,9 +98,11 @@ class Store:
             self.idle.move_to_end(holding)
 
     def register(self, holding: Holding, key: bytes, end: int) -> bool:
-        """Make it findable under `key`; False if the key leads to another holding already."""
-        if self.index[holding.kind].setdefault(key, holding) is not holding:
+        """Make it findable under `key`, unless that leads to a holding already. Whether it is now."""
+        index = self.index[holding.kind]
+        if key in index:
             return False
+        index[key] = holding
         holding.keys.append(key)
         holding.end = end
         return True
