@@ -29,17 +29,19 @@ def takes_what_is_held(patch):
     patch.setattr(Store, "free", property(lambda self: self.num_pages))
 
 
-def registers_one_block_too_many(patch):
-    land = Memory.land_pass
+def evicts_one_group_of_a_checkpoint(patch):
+    evict = Store.evict
+    halved = set()
 
-    def land_pass(self, seq, computed):
-        land(self, seq, computed)
-        block = computed // self.block
-        if block < len(seq.chain.keys) and block * self.block // self.page < len(seq.latents):
-            page = seq.latents[block * self.block // self.page]
-            self.pool.register(page, seq.chain.keys[block], computed // self.block * self.block)
+    def half(self, holding):
+        if holding.kind == "state" and holding not in halved:
+            halved.add(holding)
+            self.blank.append(holding.pages[0])
+            self.idle.move_to_end(holding)
+        else:
+            evict(self, holding)
 
-    patch.setattr(Memory, "land_pass", land_pass)
+    patch.setattr(Store, "evict", half)
 
 
 def runs_in_the_checkpoint(patch):
@@ -86,7 +88,7 @@ def does_not_forget_slots(patch):
 FAULTS = [
     shares_partial_pages,
     takes_what_is_held,
-    registers_one_block_too_many,
+    evicts_one_group_of_a_checkpoint,
     runs_in_the_checkpoint,
     ignores_salts,
     keeps_old_weights,

@@ -97,15 +97,13 @@ class Store:
         if holding.refs == 0 and holding.keys:
             self.idle.move_to_end(holding)
 
-    def register(self, holding: Holding, key: bytes, end: int) -> bool:
-        """Make it findable under `key`, unless that leads to a holding already. Whether it is now."""
+    def register(self, holding: Holding, key: bytes, end: int) -> None:
+        """Make it findable under `key`, unless that leads somewhere already."""
         index = self.index[holding.kind]
-        if key in index:
-            return False
-        index[key] = holding
-        holding.keys.append(key)
-        holding.end = end
-        return True
+        if key not in index:
+            index[key] = holding
+            holding.keys.append(key)
+            holding.end = end
 
     def find(self, kind: Kind, key: bytes) -> Holding | None:
         return self.index[kind].get(key)
