@@ -194,6 +194,29 @@ def test_a_drafting_row_leaves_checkpoints_at_its_start(model):
     check(second, model, 1)
 
 
+def test_a_drafting_row_leaves_a_checkpoint_at_its_end(model):
+    shared = runner(model, num_drafts=3)
+    first, other = Sequence(shared, prompt_of(13)), Sequence(shared, prompt_of(9, 4), 1)
+    step([first, other], first.chunk(13), other.chunk(9))
+    truth = expected(model, prompt_of(13), 12)[0]
+    step([first], first.chunk(1, drafts=truth[14:15]))
+    assert first.start == 15
+    pages = (40, 41, 42)[: shared.geometry.kda_groups]
+    checkpoints = (Checkpoint(16, pages),)
+    step(
+        [first, other],
+        first.chunk(1, checkpoints=checkpoints),
+        other.chunk(1, drafts=[1, 2, 3]),
+    )
+    step([first], first.chunk(1, drafts=truth[17:19]))
+    check(first, model, 6)
+    second = Sequence(shared, [*first.known[:16], 7, 8], slot=2)
+    second.start, second.latents = 16, first.latents[:1]
+    copies = tuple(Copy(*pair) for pair in zip(pages, second.states, strict=True))
+    step([second], second.chunk(2), copies=copies)
+    check(second, model, 1)
+
+
 def test_a_slot_starts_over_without_its_old_window(model):
     shared = runner(model, num_drafts=3)
     old = Sequence(shared, prompt_of(9, 1))

@@ -40,6 +40,8 @@ class DecodeRows:
     """[B] int32, rows of the pending windows, when drafts are verified"""
     accepted: Tensor | None = None
     """[B] int32, tokens of the pending window to replay first"""
+    advance: Tensor | None = None
+    """[B] int32, tokens of the new window to move the states on by at once"""
 
     @property
     def num_tokens(self) -> int:
@@ -122,6 +124,7 @@ class PagedSequence:
             pending=self.pending.get(weights.layer),
             accepted=rows.accepted,
             windows=rows.windows,
+            advance=rows.advance,
         )
         return o.flatten(0, 1)[None]
 

@@ -128,13 +128,12 @@ class ModelRunner:
     def _is_decode(self, chunk: Chunk) -> bool:
         """Whether a chunk takes the path of decoding rows.
 
-        With drafts on, every row behind a window must, since that is where its state catches up.
+        A row behind a window must: that is where its state catches up with its tokens.
         """
         if self._accepted.get(chunk.slot):
             return True
-        inner = self._pending and any(p.position != chunk.start for p in chunk.checkpoints)
         few = len(chunk.token_ids) <= self._window and chunk.start > 0
-        return few and bool(chunk.output_ids) and not inner
+        return few and bool(chunk.output_ids) and not _inside(chunk)
 
     def _batch(self, chunks: Sequence[Chunk]) -> _Batch:
         decode = [c for c in chunks if self._is_decode(c)]
@@ -181,6 +180,7 @@ class ModelRunner:
             rows.windows = self._ints([c.slot for c in chunks], torch.int32)
             counts = [self._accepted.get(c.slot, 0) for c in chunks]
             rows.accepted = self._ints(counts, torch.int32)
+            rows.advance = self._ints([_advance(c) for c in chunks], torch.int32)
         return rows
 
     def _prefill_rows(self, chunks: Sequence[Chunk], first: int) -> PrefillRows:
@@ -208,18 +208,16 @@ class ModelRunner:
         """Checkpoints at a chunk's ends, as copies of its live pages before and after the pass."""
         before: list[Copy] = []
         after: list[Copy] = []
-        for chunk, drafted in [*((c, True) for c in decode), *((c, False) for c in prefill)]:
+        windowed = {c.slot for c in decode} if self._pending else set()
+        for chunk in (*decode, *prefill):
+            behind = chunk.slot in windowed
             end = chunk.start + len(chunk.token_ids) - chunk.num_drafts
             for point in chunk.checkpoints:
                 copies = [Copy(*pair) for pair in zip(chunk.state_pages, point.pages, strict=True)]
-                if self._pending and drafted:
-                    # the pass itself brings the live state up to `start`, and no further
-                    assert point.position == chunk.start, "drafted rows keep states at their start"
-                    after += copies
+                if point.position == end or (behind and point.position == chunk.start):
+                    after += copies  # a row with a window is brought up to its start by the pass
                 elif point.position == chunk.start:
                     before += copies
-                elif point.position == end:
-                    after += copies
         return before, after
 
     def _wanted(self, decode: Sequence[Chunk], prefill: Sequence[Chunk], tokens: int) -> Tensor:
@@ -251,7 +249,7 @@ class ModelRunner:
         kept = _kept(chunk, drafts, chosen)
         if decoded and self._pending:
             true = len(chunk.token_ids) - chunk.num_drafts
-            self._accepted[chunk.slot] = true + max(len(kept) - 1, 0)
+            self._accepted[chunk.slot] = true + max(len(kept) - 1, 0) - _advance(chunk)
         if not chosen:
             return ChunkResult()
         bad = next((choice.error for choice in kept if choice.error), None)
@@ -271,6 +269,16 @@ def _kept(chunk: Chunk, drafts: Sequence[int], chosen: list[Choice]) -> list[Cho
     while right < len(drafts) and chosen and chosen[right].token_id == drafts[right]:
         right += 1
     return chosen[: right + 1]
+
+
+def _advance(chunk: Chunk) -> int:
+    """By how many tokens the state of a row with a window moves on at once, to a checkpoint."""
+    end = chunk.start + len(chunk.token_ids)
+    if any(point.position > chunk.start for point in chunk.checkpoints):
+        assert chunk.num_drafts == 0, "a state among drafts is asked for"
+        assert chunk.checkpoints[-1].position == end
+        return len(chunk.token_ids)
+    return 0
 
 
 def _inside(chunk: Chunk) -> list[Checkpoint]:

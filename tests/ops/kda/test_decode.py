@@ -143,6 +143,28 @@ def test_a_window_is_replayed_up_to_what_was_accepted(backend, kept):
         assert torch.equal(cache[slots], t)
 
 
+@pytest.mark.parametrize("advance", [[0, 1], [2, 3]])
+def test_states_may_move_on_into_the_new_window(backend, advance):
+    """What they become is what the next window's replay would have made of them."""
+    slots = torch.tensor([2, 0])
+    layer = Layer(9)
+    pool = layer.pool()
+    pending = Pending(*(torch.full((SLOTS, 4, *t.shape[2:]), torch.nan) for t in layer.x[:5]))
+    options = {**pool, "slots": slots, "pending": pending, **layer.weights, "backend": backend}
+    kda_decode(*layer.tokens(0, 3), accepted=torch.zeros(2), **options)
+    moves = torch.tensor(advance)
+    second = kda_decode(
+        *layer.tokens(2, 5), accepted=torch.tensor([2, 2]), advance=moves, **options
+    )
+    assert relative_error(second, layer.separate_ops(slots)[0][:, 2:5]) < 3e-6
+    for b, n in enumerate(advance):
+        seen = Layer(9)
+        seen.x = [t[:, : 2 + n] for t in seen.x]
+        _, inputs, final = seen.separate_ops(slots)
+        assert relative_error(pool["state"][slots[b]], final[b]) < 3e-6
+        assert relative_error(pool["conv_state"][slots[b]], inputs[b]) < 1e-7
+
+
 def test_windows_may_live_elsewhere_than_the_states(backend):
     slots, windows, none = torch.tensor([3, 1]), torch.tensor([0, 1]), torch.zeros(2)
     outs = []

@@ -65,6 +65,8 @@ class Step(NamedTuple):
     """[B] int32"""
     windows: Tensor
     """[B] int32, rows of `pending`"""
+    advance: Tensor | None
+    """[B] int32"""
 
 
 def _reference() -> Any:
@@ -113,6 +115,7 @@ def kda_decode(
     pending: Pending | None = None,
     accepted: Tensor | None = None,
     windows: Tensor | None = None,
+    advance: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """T new tokens of B sequences: projections in, gated and normed heads out. No gradients.
@@ -126,7 +129,9 @@ def kda_decode(
     Without `pending`, conv_state and state advance in place by the T tokens. With it, they
     advance by the first accepted[b] tokens (0 to P) of the row's pending window, the T <= P new
     tokens run from there, and become the pending window. windows [B] names that window; None is
-    the slot's. Returns o [B,T,H,D] in gate's dtype.
+    the slot's. With advance [B] the states move on by the first advance[b] of the new tokens at
+    once (0 to T; the row's next `accepted` must then be less by as many, counted from there, that
+    is 0). Returns o [B,T,H,D] in gate's dtype.
     Raises InputError, BackendError.
     """
     heads, width = q.shape[2:]
@@ -147,6 +152,7 @@ def kda_decode(
         pending,
         None if accepted is None else accepted.int(),
         (slots if windows is None else windows).int(),
+        None if advance is None else advance.int(),
     )
     _check(step)
     return BACKENDS.resolve(backend, device=q.device, width=width).load()(step)
@@ -171,6 +177,8 @@ def _check(step: Step) -> None:
     }
     if (step.pending is None) != (step.accepted is None):
         raise InputError("pending and accepted belong together; one of them is missing")
+    if step.pending is None and step.advance is not None:
+        raise InputError("advance is for rows with a pending window; others advance by every token")
     if step.pending is not None and step.accepted is not None:
         many, capacity = step.pending.q.shape[:2]
         if tokens > capacity:
@@ -179,6 +187,8 @@ def _check(step: Step) -> None:
             wanted[f"pending.{name}"] = getattr(step.pending, name), (many, capacity, heads, width)
         wanted["pending.beta"] = step.pending.beta, (many, capacity, heads)
         wanted["accepted"] = step.accepted, (batch,)
+    if step.advance is not None:
+        wanted["advance"] = step.advance, (batch,)
     for name, (x, shape) in wanted.items():
         if tuple(x.shape) != shape:
             raise InputError(f"{name} must be {list(shape)}, not {list(x.shape)}")
@@ -212,8 +222,10 @@ def _rows(step: Step, slots: Tensor, rows: Any) -> Tensor:
         accepted = step.accepted[rows].long()
         windows = step.windows[rows].long()
         S, tails = _replay(step, [x[windows] for x in step.pending], accepted, S, tails)
-        step.state[slots], step.conv_state[slots] = S, tails
         o = _run(step, new, S, tails)[0]
+        if step.advance is not None:
+            S, tails = _replay(step, new, step.advance[rows].long(), S, tails)
+        step.state[slots], step.conv_state[slots] = S, tails
         for cache, x in zip(step.pending, new, strict=True):
             cache[windows, : x.shape[1]] = x
     return gated_head_norm(o, step.norm_weight, step.gate[rows], step.eps)

@@ -76,6 +76,7 @@ def decode_kernel(
     old_beta,  # [W, P, H]
     accepted,  # [B] int32
     windows,  # [B] int32
+    advance,  # [B] int32 or None
     o,  # [B, T, H, D]
     tokens,
     H,
@@ -140,12 +141,17 @@ def decode_kernel(
         if count > 0:
             tl.store(state + square, S)
 
+    moved = 0
+    if advance is not None:
+        moved = tl.load(advance + row)
     for t in range(tokens):
         yq = _convolve(_history(q, old_q, state_q, t, count, step, d), wq, DTYPE)
         yk = _convolve(_history(k, old_k, state_k, t, count, step, d), wk, DTYPE)
         yv = _convolve(_history(v, old_v, state_v, t, count, step, d), wv, DTYPE)
         b = tl.load(beta + t * H).to(tl.float32)
         S = _update(S, yk, yv, g + t * step, dt_bias, d, b, rate, lower_bound)
+        if t + 1 == moved:
+            tl.store(state + square, S)
         yq *= tl.rsqrt(tl.sum(yq * yq, 0) + L2_EPS) * scale
         y = tl.sum(S * yq[:, None], 0)[None, :].to(DTYPE).to(tl.float32)
         y *= tl.rsqrt(tl.sum(y * y, 1)[:, None] / D + eps) * tl.load(norm_weight + d)
@@ -153,11 +159,11 @@ def decode_kernel(
         tl.store(o + t * step + d, y.to(o.dtype.element_ty))
 
     # the convolutions' new states, and the new window; first everyone must have read the old ones
-    last = count - 1 if REPLAY else tokens - 1
+    last = moved - 1 if REPLAY else tokens - 1
     if REPLAY:
-        xq = _history(old_q, None, state_q, last, 0, step, d)
-        xk = _history(old_k, None, state_k, last, 0, step, d)
-        xv = _history(old_v, None, state_v, last, 0, step, d)
+        xq = _history(q, old_q, state_q, last, count, step, d)
+        xk = _history(k, old_k, state_k, last, count, step, d)
+        xv = _history(v, old_v, state_v, last, count, step, d)
     else:
         tl.store(state + square, S)
         xq = _history(q, None, state_q, last, 0, step, d)
@@ -205,6 +211,7 @@ def step_triton(step: Step) -> Tensor:
         *pending,
         step.accepted,
         step.windows,
+        step.advance,
         o,
         tokens=tokens,
         H=heads,
