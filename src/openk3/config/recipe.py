@@ -120,6 +120,8 @@ class ParallelRecipe:
     """Copies of the sharded state."""
     expert: int = 1
     """Processes over which the routed experts are divided; they are taken from shard x context."""
+    balance_experts: bool = True
+    """Give each of them equally many rows, whatever the router does; false: plain all-to-all."""
     pipeline: int = 1
     """Pipeline stages."""
     context: int = 1

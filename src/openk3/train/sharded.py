@@ -21,6 +21,7 @@ from openk3.optim.optimizer import Optimizer
 from openk3.parallel.alltoall import AllToAllDispatcher
 from openk3.parallel.layout import check, resolve
 from openk3.parallel.mesh import Mesh
+from openk3.parallel.moonep import MoonEPDispatcher
 from openk3.parallel.muon import ShardedMuon
 from openk3.parallel.world import World, sum_all
 from openk3.parallel.zero import Sharded
@@ -112,4 +113,5 @@ def make_dispatcher(recipe: Recipe, mesh: Mesh) -> TokenDispatcher:
     """What brings tokens to the experts of other processes."""
     if mesh.layout.expert == 1:
         return LocalDispatcher()
-    return AllToAllDispatcher(mesh.expert, recipe.model.num_experts)
+    kind = MoonEPDispatcher if recipe.parallel.balance_experts else AllToAllDispatcher
+    return kind(mesh.expert, recipe.model.num_experts)

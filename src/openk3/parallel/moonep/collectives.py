@@ -30,9 +30,9 @@ class Collectives:
 
     def share_counts(self, load: Tensor) -> Tensor:
         self.sent.tables += load.nbytes * (self.num_ranks - 1)
-        everyone = load.new_empty(self.num_ranks * load.numel())
-        dist.all_gather_into_tensor(everyone, load, group=self.group)
-        return everyone.view(self.num_ranks, -1)
+        everyone = load.new_empty(self.num_ranks, load.numel())
+        dist.all_gather(list(everyone.unbind(0)), load, group=self.group)
+        return everyone
 
     def open(self, layout: Layout, tokens: TokenMap, weights: Tensor) -> CollectiveRoute:
         route = open_route(layout, tokens, weights, self.group)
