@@ -1,6 +1,8 @@
 """ModelConfig: the published file both ways, and refusals that name the field."""
 
+import contextlib
 import copy
+import math
 
 import pytest
 
@@ -67,3 +69,25 @@ def test_missing_field_is_named():
 def test_unknown_preset_suggests():
     with pytest.raises(ConfigError, match="did you mean 'nano'"):
         preset("nanno")
+
+
+WEIRD = [None, -1, 0, 10**9, 10**30, "x", [], {}, [None], [10**9], ["x"], {"a": 1}, 1.5, math.nan]
+
+
+def fields_of(table, path=()):
+    for key, value in table.items():
+        yield (*path, key)
+        if isinstance(value, dict):
+            yield from fields_of(value, (*path, key))
+
+
+@pytest.mark.parametrize("field", list(fields_of(preset("k3").to_hf())), ids=".".join)
+def test_no_value_of_any_field_is_worse_than_refused(field):
+    for value in WEIRD:
+        published = copy.deepcopy(preset("k3").to_hf())
+        target = published
+        for key in field[:-1]:
+            target = target[key]
+        target[field[-1]] = value
+        with contextlib.suppress(ConfigError):
+            assert ModelConfig.from_hf(published).num_hidden_layers == 93

@@ -278,7 +278,12 @@ BAD_JSON = {
     "negative id": (lambda d: change_model(vocab=d["model"]["vocab"] | {"b": -4})(d), "id -4"),
     "not bytes": (lambda d: change_model(vocab=d["model"]["vocab"] | {"▁a": 3})(d), "'▁a'"),
     "merges": (change_model(merges=[["q", "zzzzz"]]), "zzzzz"),
-    "added": (change(added_tokens=[{"content": "x"}]), "has no integer id"),
+    "added": (change(added_tokens=[{"content": "x"}]), "has id None"),
+    "huge id": (change(added_tokens=[{"content": "x", "id": 10**12}]), "has id 1000000000000"),
+    "huge vocab": (
+        lambda d: change_model(vocab=d["model"]["vocab"] | {"bb": 10**12})(d),
+        "not one of a vocabulary",
+    ),
     "added content": (change(added_tokens=[{"id": 2000}]), "has no content"),
     "pre-tokeniser": (change(pre_tokenizer={"type": "Nonsense"}), "tokenizer.json"),
 }

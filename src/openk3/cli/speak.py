@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openk3.errors import CheckpointError, InputError
+from openk3.errors import CheckpointError, ConfigError, DataError, InputError
 from openk3.obs.progress import Progress
 from openk3.text.special_tokens import END_OF_MSG, EOS
 
@@ -21,20 +21,41 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Speaker:
-    """A model, its tokenizer, and the folder they came from."""
+    """A model, its tokenizer, and the folder they came from.
+
+    Raises DataError for a tokenizer with ids that the model has no row for.
+    """
 
     model: "K3"
     tokenizer: "Tokenizer"
     folder: Path
 
+    def __post_init__(self) -> None:
+        rows, num_ids = self.model.config.vocab_size, self.tokenizer.vocab_size
+        if num_ids > rows:
+            raise DataError(
+                f"{self.folder}: its tokenizer has {num_ids} ids, config.json a vocab_size of "
+                f"{rows}: the tokenizer is of another vocabulary"
+            )
+
     def look(self, paths: Sequence[Path]) -> "ImageInputs":
-        """Prepare pictures as this model wants them. Raises DataError naming a bad one."""
+        """Prepare pictures as this model wants them.
+
+        Raises DataError naming a bad one, ConfigError for a preprocessor of another model.
+        """
         from openk3.model.media import require_vision
-        from openk3.text.image import ImageProcessor
+        from openk3.text.image import CONFIG_NAME, ImageProcessor
 
         vision = require_vision(self.model.config)
         sizes = {"patch_size": vision.patch_size, "merge_size": vision.merge_kernel_size[0]}
-        return ImageProcessor.load(self.folder, **sizes)(paths)
+        processor = ImageProcessor.load(self.folder, **sizes)
+        for name, size in sizes.items():
+            if getattr(processor, name) != size:
+                raise ConfigError(
+                    f"{self.folder / CONFIG_NAME}: {name} is {getattr(processor, name)}, the "
+                    f"model's vision_config says {size}"
+                )
+        return processor(paths)
 
     def stream_stats(self) -> "CacheStats | None":
         """Counts of the expert cache, if experts are streamed."""

@@ -1,6 +1,7 @@
 """Validation helpers of the configuration dataclasses."""
 
 import dataclasses
+import math
 from typing import Any
 
 from openk3.errors import ConfigError
@@ -25,16 +26,20 @@ def require_seed(seed: int) -> None:
     require(0 <= seed < 2**63, f"seed ({seed}) must lie in [0, 2**63)")
 
 
-def integer_fields_positive(config: Any, prefix: str, zero_ok: tuple[str, ...] = ()) -> None:
-    """Every field annotated `int` must hold an int of at least 1 (0 where `zero_ok` names it)."""
+def number_fields(config: Any, prefix: str, zero_ok: tuple[str, ...] = ()) -> None:
+    """Every field annotated `int` must hold an int from 1 (0 where `zero_ok` names it) to 2^31,
+    every one annotated `float` (or `float | None`) a finite number."""
     for item in dataclasses.fields(config):
-        if item.type not in (int, "int"):
-            continue
         value = getattr(config, item.name)
         name = f"{prefix}.{item.name}" if prefix else item.name
-        require(
-            isinstance(value, int) and not isinstance(value, bool),
-            f"{name} must be an integer, not {value!r}",
-        )
-        least = 0 if item.name in zero_ok else 1
-        require(value >= least, f"{name} ({value}) must be at least {least}")
+        if item.type in (float, "float") or (item.type == float | None and value is not None):
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            require(
+                number and math.isfinite(value), f"{name} must be a finite number, not {value!r}"
+            )
+        if item.type in (int, "int"):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ConfigError(f"{name} must be an integer, not {value!r}")
+            least = 0 if item.name in zero_ok else 1
+            require(value >= least, f"{name} ({value}) must be at least {least}")
+            require(value < 2**31, f"{name} ({value}) must be below 2^31")

@@ -5,6 +5,7 @@ or grouped routing is refused by the name of its key.
 """
 
 import dataclasses
+import reprlib
 from typing import Any
 
 from openk3.errors import ConfigError, nearest
@@ -67,18 +68,18 @@ def read_model(
     top, text = (published, published.get("text_config"))
     if text is None:
         top, text = {}, published
+    text = dict(_object(text, "text_config"))
     model_type = (top or text).get("model_type", "kimi_k3")
     if model_type not in ("kimi_k3", "kimi_linear") or "linear_attn_config" not in text:
         raise ConfigError(
-            f"config.json: model_type {model_type!r} without a linear_attn_config is not a "
-            "Kimi K3 model; this project reads model_type 'kimi_k3' only"
+            f"model_type {model_type!r} without a linear_attn_config is not a Kimi K3 model; this "
+            "project reads model_type 'kimi_k3' only"
         )
     if top:
         known = INERT | TOP_LEVEL | set(TOP_TOKENS) | {"media_placeholder_token_id"}
         _refuse_unknown(top, known, "config.json")
     names = {f.name for f in dataclasses.fields(model)} - NOT_TEXT
     extra = {"num_key_value_heads", "linear_attn_config", "quantization_config"}
-    text = dict(text)
     _check_fixed(text, FIXED_TEXT, "text_config")
     _refuse_unknown(text, INERT | names | extra | set(FIXED_TEXT), "text_config")
     heads = text.get("num_attention_heads")
@@ -88,14 +89,16 @@ def read_model(
             f"num_attention_heads ({heads})"
         )
     fields: dict[str, Any] = {name: text[name] for name in names if name in text}
-    fields["linear_attn"] = _read_linear(
-        text["linear_attn_config"], text.get("num_hidden_layers"), linear_type
-    )
-    fields["quantization"] = text.get("quantization_config") or top.get("quantization_config")
+    linear = _object(text["linear_attn_config"], "text_config.linear_attn_config")
+    fields["linear_attn"] = _read_linear(linear, text.get("num_hidden_layers"), linear_type)
+    quantization = text.get("quantization_config") or top.get("quantization_config")
+    if quantization is not None:
+        fields["quantization"] = _object(quantization, "quantization_config")
     if "media_placeholder_token_id" in top:
         fields["media_placeholder_token_id"] = top["media_placeholder_token_id"]
     if top.get("vision_config"):
-        fields["vision"] = _read_vision(top["vision_config"], vision_type)
+        vision = _object(top["vision_config"], "vision_config")
+        fields["vision"] = _read_vision(vision, vision_type)
     _require_all(model, fields, "text_config")
     return fields
 
@@ -142,13 +145,14 @@ def _read_linear(raw: dict[str, Any], num_layers: Any, linear_type: Any) -> Any:
     _refuse_unknown(raw, names | {"kda_layers"} | set(FIXED_LINEAR), where)
     fields = {name: raw[name] for name in names if name in raw}
     _require_all(linear_type, fields, where)
-    fields["full_attn_layers"] = tuple(raw["full_attn_layers"])
+    fields["full_attn_layers"] = _integers(raw["full_attn_layers"], f"{where}.full_attn_layers")
     if "kda_layers" in raw and isinstance(num_layers, int):
-        listed = sorted([*raw["kda_layers"], *raw["full_attn_layers"]])
-        if listed != list(range(1, num_layers + 1)):
+        kda = _integers(raw["kda_layers"], f"{where}.kda_layers")
+        listed = sorted([*kda, *fields["full_attn_layers"]])
+        if len(listed) != num_layers or listed != list(range(1, num_layers + 1)):
             raise ConfigError(
-                f"{where}: kda_layers and full_attn_layers must cover 1..{num_layers} exactly "
-                f"once; together they list {listed}"
+                f"{where}: kda_layers and full_attn_layers must cover 1..num_hidden_layers "
+                f"({num_layers}) exactly once; together they list {reprlib.repr(listed)}"
             )
     return linear_type(**fields)
 
@@ -159,14 +163,27 @@ def _read_vision(raw: dict[str, Any], vision_type: Any) -> Any:
     _refuse_unknown(raw, INERT | names | {"model_type"} | set(FIXED_VISION), "vision_config")
     fields = {name: raw[name] for name in names if name in raw}
     if "merge_kernel_size" in fields:
-        fields["merge_kernel_size"] = tuple(fields["merge_kernel_size"])
+        where = "vision_config.merge_kernel_size"
+        fields["merge_kernel_size"] = _integers(fields["merge_kernel_size"], where)
     return vision_type(**fields)
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where} must be an object, not {reprlib.repr(value)}")
+    return value
+
+
+def _integers(value: Any, where: str) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple) or not all(type(item) is int for item in value):
+        raise ConfigError(f"{where} must be a list of integers, not {reprlib.repr(value)}")
+    return tuple(value)
 
 
 def _check_fixed(raw: dict[str, Any], fixed: dict[str, Any], where: str) -> None:
     for key, value in fixed.items():
         if key in raw and raw[key] != value:
-            raise ConfigError(f"{where}.{key} is {raw[key]!r}; Kimi K3 has {value!r}")
+            raise ConfigError(f"{where}.{key} is {reprlib.repr(raw[key])}; Kimi K3 has {value!r}")
 
 
 def _refuse_unknown(raw: dict[str, Any], known: frozenset[str] | set[str], where: str) -> None:

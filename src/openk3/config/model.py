@@ -8,7 +8,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from openk3.config.check import integer_fields_positive, require
+from openk3.config.check import number_fields, require
 from openk3.config.hf import read_model, write_model
 
 
@@ -60,7 +60,11 @@ class VisionConfig:
     """Width the projector produces; equals hidden_size."""
 
     def __post_init__(self) -> None:
-        integer_fields_positive(self, "vision_config")
+        number_fields(self, "vision_config")
+        require(
+            self.projector_ln_eps > 0,
+            f"vision_config.projector_ln_eps ({self.projector_ln_eps}) must be positive",
+        )
         require(
             self.qkv_hidden_size % self.vt_num_attention_heads == 0,
             f"vision_config.qkv_hidden_size ({self.qkv_hidden_size}) must be a multiple of "
@@ -146,10 +150,12 @@ class ModelConfig:
     """The published quantization_config, kept as it was read."""
 
     def __post_init__(self) -> None:
-        integer_fields_positive(self, "", zero_ok=_ZERO_OK)
-        for name in ("rms_norm_eps", "initializer_range", "activation_situ_beta"):
+        number_fields(self, "", zero_ok=_ZERO_OK)
+        positive = ("rms_norm_eps", "initializer_range", "activation_situ_beta",
+                    "activation_situ_linear_beta")  # fmt: skip
+        for name in positive:
             value = getattr(self, name)
-            require(0 < value < float("inf"), f"{name} ({value}) must be positive and finite")
+            require(value is None or value > 0, f"{name} ({value}) must be positive")
         _check_layers(self)
         _check_experts(self)
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -225,7 +231,7 @@ _ZERO_OK = (
 
 def _check_layers(config: ModelConfig) -> None:
     linear, num_layers = config.linear_attn, config.num_hidden_layers
-    integer_fields_positive(linear, "linear_attn_config")
+    number_fields(linear, "linear_attn_config")
     full = linear.full_attn_layers
     require(
         list(full) == sorted(set(full)) and all(1 <= n <= num_layers for n in full),

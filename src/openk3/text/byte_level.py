@@ -6,6 +6,7 @@ from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING
 
 from openk3.errors import DataError
+from openk3.text.special_tokens import MAX_ID
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Engine
@@ -25,8 +26,11 @@ def vocab_bytes(
     vocab: Mapping[str, int], special_names: Container[str], source: str
 ) -> list[bytes | None]:
     """The bytes of each id, None for holes. Raises DataError for an entry that is not bytes."""
+    largest = max(vocab.values(), default=-1)
+    if largest >= MAX_ID:
+        raise DataError(f"{source}: id {largest} is not one of a vocabulary (below {MAX_ID})")
     to_latin1 = _ByteOf({ord(char): byte for byte, char in enumerate(byte_alphabet())})
-    table: list[bytes | None] = [None] * (1 + max(vocab.values(), default=-1))
+    table: list[bytes | None] = [None] * (1 + largest)
     for name, token_id in vocab.items():
         try:
             if token_id < 0:

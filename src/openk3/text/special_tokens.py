@@ -36,6 +36,9 @@ _K3_OFFSETS = {
 K3_NAMES: tuple[str, ...] = tuple(_K3_OFFSETS)
 """The sixteen named special tokens of K3, in id order; what a trained vocabulary carries."""
 
+MAX_ID = 1 << 24
+"""Ids from here on are taken for damage: a table of bytes is as long as the largest id."""
+
 NOT_SKIPPABLE = frozenset({OPEN, CLOSE, SEP})
 
 
@@ -65,9 +68,10 @@ def check_table(table: Mapping[str, int], source: str) -> None:
     """Raise InputError unless names are non-empty text and ids are distinct."""
     seen: dict[int, str] = {}
     for name, token_id in table.items():
-        if not name or token_id < 0:
+        if not name or not 0 <= token_id < MAX_ID:
             raise InputError(
-                f"{source}: special token {name!r} with id {token_id} needs a name and an id >= 0"
+                f"{source}: special token {name!r} with id {token_id} needs a name and an id "
+                f"within [0, {MAX_ID})"
             )
         if token_id in seen:
             raise InputError(

@@ -84,7 +84,7 @@ def _load_ranks(path: Path, table: Mapping[str, int] | None, config: dict[str, A
 
 def _added_by_id(decoder: Any, path: Path) -> dict[int, tuple[str, bool]]:
     try:
-        return {
+        added = {
             int(token_id): (str(entry["content"]), bool(entry.get("special", True)))
             for token_id, entry in decoder.items()
         }
@@ -92,6 +92,17 @@ def _added_by_id(decoder: Any, path: Path) -> dict[int, tuple[str, bool]]:
         raise DataError(
             f"{path}: added_tokens_decoder must map ids to objects with content ({error!r})"
         ) from None
+    for token_id, (name, _) in added.items():
+        _require_id(token_id, name, path)
+    return added
+
+
+def _require_id(token_id: Any, name: str, path: Path) -> None:
+    if type(token_id) is not int or not 0 <= token_id < special.MAX_ID:
+        raise DataError(
+            f"{path}: token {name!r} has id {token_id!r}; expected an integer from 0 to "
+            f"{special.MAX_ID - 1}"
+        )
 
 
 def _slots(
@@ -134,10 +145,9 @@ def _check_json(data: dict[str, Any], path: Path) -> list[dict[str, Any]]:
         raise DataError(f"{path}: model type {kind}, byte-level BPE expected; {why}".rstrip("; "))
     added = data.get("added_tokens") or []
     for token in added:
-        if not isinstance(token, dict) or not isinstance(token.get("id"), int):
-            raise DataError(f"{path}: added_tokens entry {token!r} has no integer id")
-        if not isinstance(token.get("content"), str):
+        if not isinstance(token, dict) or not isinstance(token.get("content"), str):
             raise DataError(f"{path}: added_tokens entry {token!r} has no content")
+        _require_id(token.get("id"), token["content"], path)
     return added
 
 

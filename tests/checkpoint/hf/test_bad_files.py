@@ -159,6 +159,29 @@ def test_config_that_contradicts_the_tensors(folder, spoil):
     assert any("experts.6.w1" in name for name in survey(folder).missing)
 
 
+def test_a_billion_experts_are_not_listed(folder, spoil):
+    spoil.edit_config(lambda c: c["text_config"].update(num_experts=10**9))
+    refused(folder, "[6, 96]", "[1000000000, 96]", "more")
+    found = survey(folder)
+    assert len(found.missing) < 200_000
+    assert any("more weight_packed of layers.1." in line for line in found.missing)
+
+
+def test_more_layers_than_tensors(folder, spoil):
+    spoil.edit_config(lambda c: c["text_config"].update(num_hidden_layers=10**9))
+    refused(folder, "num_hidden_layers", kind=ConfigError)
+    spoil.edit_config(lambda c: c["text_config"]["linear_attn_config"].pop("kda_layers"))
+    refused(folder, "1,000,000,000 layers", "the files hold only")
+
+
+def test_control_characters_in_names(folder, spoil):
+    shard = spoil.shard_of(NORM)
+    spoil.edit_header(NORM, lambda h: h.update({"a\nb\x1b[31m": h.pop(NORM)}))
+    refused(folder, shard.name, "'a\\nb\\x1b[31m'", "control characters")
+    spoil.edit_index(lambda i: i["weight_map"].update({"a\nb": shard.name}))
+    refused(folder, INDEX, "'a\\nb'")
+
+
 def test_config_with_another_number_of_heads(folder, spoil):
     spoil.edit_config(lambda c: c["text_config"]["linear_attn_config"].update(num_heads=2))
     refused(folder, "q_proj.weight has shape [48, 96]")
@@ -185,6 +208,8 @@ def test_unknown_config_key(folder, spoil):
          ["'gptq'"]),
         (lambda c: c["text_config"]["quantization_config"].update(format="pack-quantized"),
          ["pack-quantized"]),
+        (lambda c: c["text_config"]["quantization_config"]["config_groups"]["group_0"][
+            "weights"].update(num_bits=8), ["num_bits is 8"]),
     ],
 )  # fmt: skip
 def test_foreign_configs_are_named(folder, spoil, change, words):

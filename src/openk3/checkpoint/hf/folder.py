@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from openk3._io import read_json
 from openk3.checkpoint.hf.foreign import foreign_config, foreign_tensors
@@ -130,27 +130,32 @@ def survey(path: str | Path) -> Survey:
 
 
 def compare(found: Survey) -> Survey:
-    """Hold the entries against the config: fills stacks, missing, unknown and wrong."""
+    """Hold the entries against the config: fills stacks, missing, unknown and wrong.
+
+    Raises CheckpointError for a config that asks for more layers than there are tensors.
+    """
+    _require_plausible(found)
     slots: dict[Slot, Entry] = {}
+    forms: dict[str, Form] = {}
     for name, entry in found.entries.items():
         slot = from_file(name)
         if slot in slots:
             found.wrong.append(f"{name} and {slots[slot].name} are the same tensor")
         slots[slot] = entry
+        forms.setdefault(slot.parameter, Form(slot.expert is not None, slot.part != "weight"))
+    known: set[str] = set()
     for parameter in parameters(found.config):
-        stack = _collect(parameter, slots, found)
+        known.add(parameter.name)
+        form = forms.get(parameter.name, Form(parameter.is_expert, parameter.is_expert))
+        stack = _collect(parameter, form, slots, found)
         if stack is not None:
             found.stacks[parameter.name] = stack
-    known = {parameter.name for parameter in parameters(found.config)}
     for number, (slot, entry) in enumerate(slots.items()):
         hint = nearest(slot.parameter, known) if number < _SHOWN else ""
         found.unknown.append(f"{entry.name}{hint} in {entry.path.name}")
     declared = found.config.quantization is not None
-    if (
-        found.stacks
-        and declared != found.packed_experts
-        and found.config.first_k_dense_replace < (found.config.num_hidden_layers)
-    ):
+    has_experts = found.config.first_k_dense_replace < found.config.num_hidden_layers
+    if found.stacks and has_experts and declared != found.packed_experts:
         found.wrong.append(
             f"config.json {'has a' if declared else 'has no'} quantization_config but the experts "
             f"are {'not ' if declared else ''}packed as MXFP4"
@@ -158,14 +163,34 @@ def compare(found: Survey) -> Survey:
     return found
 
 
-def _collect(parameter: Parameter, slots: dict[Slot, Entry], found: Survey) -> Stack | None:
+def _require_plausible(found: Survey) -> None:
+    """A config of nonsense must not make a billion names of missing tensors."""
+    vision = found.config.vision
+    num_layers = found.config.num_hidden_layers + (vision.vt_num_hidden_layers if vision else 0)
+    if num_layers > len(found.entries):
+        raise CheckpointError(
+            f"{found.path}: config.json asks for {num_layers:,} layers (num_hidden_layers, "
+            f"vt_num_hidden_layers), but the files hold only {len(found.entries):,} tensors"
+        )
+
+
+class Form(NamedTuple):
+    """How files hold a parameter."""
+
+    per_expert: bool
+    packed: bool
+
+
+def _collect(
+    parameter: Parameter, form: Form, slots: dict[Slot, Entry], found: Survey
+) -> Stack | None:
     """Take the slots of one parameter out of `slots`; None when a tensor is missing or wrong."""
-    form = _form(parameter, slots)
     complete = True
     pieces: dict[str, Sequence[Entry]] = {}
-    for part, experts, shape, dtypes in _expected(parameter, *form):
+    most = len(found.entries) + 1  # of more experts than tensors, some are missing before that
+    for part, experts, shape, dtypes in _expected(parameter, form):
         taken = []
-        for expert in experts:
+        for expert in experts[:most]:
             entry = slots.pop(Slot(parameter.name, expert, part), None)
             if entry is None:
                 found.missing.append(to_file(parameter.name, expert, part))
@@ -175,29 +200,20 @@ def _collect(parameter: Parameter, slots: dict[Slot, Entry], found: Survey) -> S
                 complete = False
             else:
                 taken.append(entry)
+        if len(experts) > most:
+            found.missing.append(f"{len(experts) - most:,} more {part} of {parameter.name}")
         pieces[part] = taken
-    return Stack(parameter, form[1], pieces) if complete else None
+    return Stack(parameter, form.packed, pieces) if complete else None
 
 
-def _form(parameter: Parameter, slots: dict[Slot, Entry]) -> tuple[bool, bool]:
-    """(one tensor per expert, packed) as the first tensor found shows it."""
-    if not parameter.is_expert:
-        return False, False
-    for expert in (None, *range(parameter.shape[0])):
-        for part in ("weight_packed", "weight_scale", "weight"):
-            if Slot(parameter.name, expert, part) in slots:
-                return expert is not None, part != "weight"
-    return True, True
+Expected = tuple[str, Sequence[int | None], tuple[int, ...], tuple[str, ...]]
 
 
-Expected = tuple[str, tuple[int | None, ...], tuple[int, ...], tuple[str, ...]]
-
-
-def _expected(parameter: Parameter, per_expert: bool, packed: bool) -> Iterator[Expected]:
+def _expected(parameter: Parameter, form: Form) -> Iterator[Expected]:
     """(part, experts, shape, allowed dtypes) of each group of tensors."""
-    experts: tuple[int | None, ...] = tuple(range(parameter.shape[0])) if per_expert else (None,)
-    shape = parameter.shape[1:] if per_expert else parameter.shape
-    if packed:
+    experts: Sequence[int | None] = range(parameter.shape[0]) if form.per_expert else (None,)
+    shape = parameter.shape[1:] if form.per_expert else parameter.shape
+    if form.packed:
         yield "weight_packed", experts, (*shape[:-1], shape[-1] // 2), ("U8",)
         yield "weight_scale", experts, (*shape[:-1], shape[-1] // MX_BLOCK), ("U8",)
     else:
@@ -228,7 +244,9 @@ def _read_entries(path: Path, wrong: list[str]) -> dict[str, Entry]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index_path}: weight_map is missing or empty")
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or "/" in shard or shard in ("", ".", ".."):
+        if not name.isprintable():
+            raise CheckpointError(f"{index_path}: {name!r} is not the name of a tensor")
+        if not _is_file_name(shard):
             raise CheckpointError(f"{index_path}: {name} points to {shard!r}, not a file name")
     counts = Counter(weight_map.values())
     entries: dict[str, Entry] = {}
@@ -246,3 +264,8 @@ def _read_entries(path: Path, wrong: list[str]) -> dict[str, Entry]:
         if shard in counts and name not in entries:
             wrong.append(f"the index puts {name} into {shard}, which does not hold it")
     return entries
+
+
+def _is_file_name(value: Any) -> bool:
+    plain = isinstance(value, str) and value.isprintable() and "/" not in value
+    return plain and value not in ("", ".", "..")

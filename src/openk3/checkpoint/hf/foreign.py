@@ -26,7 +26,7 @@ def foreign_config(raw: dict[str, Any]) -> str | None:
     nested = raw.get("text_config")
     text: dict[str, Any] = nested if isinstance(nested, dict) else raw
     model_type = raw.get("model_type")
-    if model_type in _MODEL_TYPES:
+    if isinstance(model_type, str) and model_type in _MODEL_TYPES:
         return f"the model is {_MODEL_TYPES[model_type]} (model_type {model_type!r})"
     if model_type == "kimi_linear" and "attn_res_block_size" not in text:
         return "the model is Kimi Linear (model_type 'kimi_linear' without AttnRes)"
@@ -38,6 +38,12 @@ def foreign_config(raw: dict[str, Any]) -> str | None:
         return f"the weights are quantised as {method!r}"
     if layout != "mxfp4-pack-quantized":
         return f"the weights are quantised as compressed-tensors {layout!r}"
+    groups = quantization.get("config_groups")
+    for name, group in groups.items() if isinstance(groups, dict) else ():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        bits = weights.get("num_bits", 4) if isinstance(weights, dict) else 4
+        if bits != 4:
+            return f"quantization_config.config_groups.{name}.weights.num_bits is {bits!r}, not 4"
     return None
 
 

@@ -47,9 +47,9 @@ def read_header(path: Path) -> dict[str, Entry]:
             start = handle.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
             if not 2 <= length <= min(_MAX_HEADER, size - 8):
+                need = f"; its header would need {length}" if length >= 0 else ""
                 raise CheckpointError(
-                    f"{path}: not a safetensors file, or cut short ({size} bytes; its header would "
-                    f"need {length} bytes)"
+                    f"{path}: not a safetensors file, or cut short ({size} bytes{need})"
                 )
             text = handle.read(length)
     except OSError as error:
@@ -80,6 +80,8 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 def _entry(path: Path, name: str, value: Any, data_start: int) -> Entry:
     where = f"{path}: tensor {name!r}"
+    if not name.isprintable():
+        raise CheckpointError(f"{where} has control characters in its name")
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{where}: expected exactly dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]

@@ -48,6 +48,9 @@ class ModelSource:
         assert isinstance(experts, StreamedExperts), f"{parameter.name} is not packed"
         return experts.source.packed(parameter, expert)
 
+    def where(self, parameter: Parameter, expert: int | None = None) -> str:
+        return parameter.name if expert is None else f"{parameter.name}[{expert}]"
+
     def _tensor(self, parameter: Parameter) -> Tensor:
         value = self._state.get(parameter.name)
         if value is None or tuple(value.shape) != parameter.shape:

@@ -162,7 +162,7 @@ def _jobs(parameter: Parameter, source: Source, target: Target) -> Iterator[Job]
 
 
 def _whole(parameter: Parameter, source: Source, target: Target, dtype: torch.dtype) -> Produced:
-    value = require_finite(source.values(parameter), parameter.name).to(dtype)
+    value = require_finite(source.values(parameter), source.where(parameter)).to(dtype)
     if target.layout == "stacked":
         return Produced(parameter.name, value)
     if parameter.name.endswith(".A_log"):
@@ -173,14 +173,14 @@ def _whole(parameter: Parameter, source: Source, target: Target, dtype: torch.dt
 def _dense_expert(
     parameter: Parameter, expert: int, source: Source, target: Target, dtype: torch.dtype
 ) -> list[Produced]:
-    value = require_finite(source.values(parameter, expert), f"{parameter.name}[{expert}]")
+    value = require_finite(source.values(parameter, expert), source.where(parameter, expert))
     return [_place(parameter, expert, "weight", value.to(dtype), target)]
 
 
 def _packed_expert(
     parameter: Parameter, expert: int, source: Source, target: Target, dtype: torch.dtype
 ) -> list[Produced]:
-    name = f"{parameter.name}[{expert}]"
+    name = source.where(parameter, expert)
     if source.stored(parameter) == "MXFP4":
         data, scale = source.packed(parameter, expert)
         mx.check_finite_blocks(data, scale, name)

@@ -33,6 +33,10 @@ class Source(Protocol):
         """One expert's matrix as it is stored in MXFP4."""
         ...
 
+    def where(self, parameter: Parameter, expert: int | None = None) -> str:
+        """What messages call the parameter, or one expert's matrix."""
+        ...
+
 
 class FolderSource:
     """The tensors of a surveyed folder, read when they are asked for."""
@@ -56,6 +60,13 @@ class FolderSource:
         return mx.Quantized(
             self._read(pieces["weight_packed"], expert), self._read(pieces["weight_scale"], expert)
         )
+
+    def where(self, parameter: Parameter, expert: int | None = None) -> str:
+        entries = next(iter(self._stacks[parameter.name].pieces.values()))
+        if len(entries) > 1 or expert is None:
+            entry = entries[expert or 0]
+            return f"{entry.path}: {entry.name}"
+        return f"{entries[0].path}: {entries[0].name}[{expert}]"
 
     def _read(self, entries: Sequence[Entry], expert: int | None) -> Tensor:
         if len(entries) > 1 or expert is None:
