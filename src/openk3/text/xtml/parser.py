@@ -99,6 +99,11 @@ class StreamParser:
         return self._state == END
 
     @property
+    def thinking(self) -> bool:
+        """Whether the think channel is open."""
+        return self._state == THINK
+
+    @property
     def message(self) -> dict[str, Any]:
         """The message so far, as `parse` returns it."""
         return self._accumulator.message()
