@@ -11,11 +11,15 @@ from scripted_engine import ScriptedEngine
 
 
 def request(name: str, max_tokens: int = 5, size: int = 3) -> Request:
-    return Request(name, tuple(range(size)), SamplingParams(max_tokens=max_tokens))
+    return Request(name, tuple(range(size)), SamplingParams(max_tokens=max_tokens, ignore_eos=True))
 
 
 def counting(_: Request) -> range:
     return range(1, 100_000)
+
+
+def run(coroutine) -> None:
+    asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
 async def collect(stream) -> dict[str, list[int]]:
@@ -40,7 +44,7 @@ def test_requests_run_together_and_each_gets_its_own():
         assert engine.aborts == []  # a normal end aborts nothing
         assert set(engine.ended.values()) == {1}
 
-    asyncio.run(go())
+    run(go())
 
 
 def test_a16_a_closed_stream_is_aborted_within_two_steps():
@@ -59,7 +63,7 @@ def test_a16_a_closed_stream_is_aborted_within_two_steps():
         assert engine.steps <= steps + 2 + 2  # two of the stream that was closed, two of the next
         assert engine.running == {}
 
-    asyncio.run(go())
+    run(go())
 
 
 def test_one_request_of_a_stream_can_be_ended_alone():
@@ -78,22 +82,22 @@ def test_one_request_of_a_stream_can_be_ended_alone():
         stream.abort("b")  # it has ended
         assert engine.aborts == ["a"]
 
-    asyncio.run(go())
+    run(go())
 
 
 def test_a_refused_request_takes_its_siblings_along_and_harms_no_other():
     async def go():
-        engine = ScriptedEngine(counting, max_context=100, max_queued=4)
+        engine = ScriptedEngine(counting, max_context=30_000, max_queued=4)
         async with AsyncEngine(engine) as service:
             stream = await service.submit([request("ok", 20_000)])
-            with pytest.raises(InputError, match="200 tokens"):
-                await service.submit([request("x"), request("y", size=200)])
+            with pytest.raises(InputError, match="30000 tokens"):
+                await service.submit([request("x"), request("y", size=30_000)])
             with pytest.raises(LimitError):
                 await service.submit([request(f"q{i}") for i in range(5)])
             assert len((await collect(stream))["ok"]) == 20_000
         assert engine.running == {}
 
-    asyncio.run(go())
+    run(go())
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -113,7 +117,7 @@ def test_an_engine_that_fails_ends_its_requests_with_an_error():
             await service.submit([request("b")])
         await service.close()
 
-    asyncio.run(go())
+    run(go())
 
 
 def test_a_reader_far_behind_is_cut_off_and_bounded():
@@ -127,7 +131,7 @@ def test_a_reader_far_behind_is_cut_off_and_bounded():
         assert "behind" in str(outputs[0].error)
         assert engine.aborts == ["slow"]
 
-    asyncio.run(go())
+    run(go())
 
 
 @pytest.mark.parametrize(("grace", "reason"), [(30.0, "length"), (0.0, "abort")])
@@ -147,7 +151,7 @@ def test_shutdown_lets_requests_finish_or_hands_them_back(grace, reason):
         assert outputs[-1].finish_reason == reason
         assert engine.running == {}
 
-    asyncio.run(go())
+    run(go())
 
 
 def test_a_caller_that_is_cancelled_while_it_waits_leaves_nothing_behind():
@@ -165,4 +169,4 @@ def test_a_caller_that_is_cancelled_while_it_waits_leaves_nothing_behind():
         assert "w" not in engine.running
         assert engine.running == {}
 
-    asyncio.run(go())
+    run(go())

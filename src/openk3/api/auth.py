@@ -20,6 +20,11 @@ class ApiKeys:
     def __bool__(self) -> bool:
         return bool(self._keys)
 
+    @property
+    def count(self) -> int:
+        """How many keys there are."""
+        return len(self._keys)
+
     def accept(self, given: str | None) -> bool:
         """Whether a caller's key is one of ours; takes the same time for every wrong key."""
         if not self._keys:

@@ -15,20 +15,33 @@ class TooLargeError(Exception):
 
 
 class Limits:
-    """Wraps an ASGI app. Beyond `max_requests` callers get 503 and are told to come back."""
+    """Wraps an ASGI app. Beyond `max_requests` callers get 503 and are told to come back.
 
-    def __init__(self, app: App, max_body_bytes: int, max_requests: int) -> None:
+    body: the JSON of a refusal, from its status and message.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        max_body_bytes: int,
+        max_requests: int,
+        body: Callable[[int, str], object] = lambda status, text: {"code": status, "message": text},
+    ) -> None:
         self.app, self.max_body_bytes, self.max_requests = app, max_body_bytes, max_requests
+        self.body = body
         self.active = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        headers = {key.decode().lower(): value.decode() for key, value in scope["headers"]}
-        if int(headers.get("content-length") or 0) > self.max_body_bytes:
-            return await refuse(send, 413, f"the body is larger than {self.max_body_bytes} bytes")
+        sizes = [value for key, value in scope["headers"] if key.lower() == b"content-length"]
+        size = sizes[0].decode("latin-1") if sizes else "0"
+        if size.isdigit() and int(size[:20]) > self.max_body_bytes:
+            message = f"the body is larger than {self.max_body_bytes} bytes"
+            return await refuse(send, 413, self.body(413, message))
         if self.active >= self.max_requests:
-            return await refuse(send, 503, "too many requests at once", {"retry-after": "1"})
+            refusal = self.body(503, "too many requests at once")
+            return await refuse(send, 503, refusal, {"retry-after": "1"})
         self.active += 1
         try:
             return await self.app(scope, self._counted(receive), send)
@@ -50,10 +63,10 @@ class Limits:
 
 
 async def refuse(
-    send: Send, status: int, message: str, headers: dict[str, str] | None = None
+    send: Send, status: int, answer: object, headers: dict[str, str] | None = None
 ) -> None:
     """Answer with a JSON error without calling the app."""
-    body = json.dumps({"code": status, "message": message}).encode()
+    body = json.dumps(answer).encode()
     pairs = {"content-type": "application/json", "content-length": str(len(body))}
     raw = [(key.encode(), value.encode()) for key, value in {**pairs, **(headers or {})}.items()]
     await send({"type": "http.response.start", "status": status, "headers": raw})

@@ -1,7 +1,9 @@
 """Running an ASGI app: safe bindings, and a shutdown that lets requests finish."""
 
+import math
 import socket
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from openk3.api.auth import ApiKeys, require_safe_binding
@@ -30,8 +32,12 @@ def serve(
     port: int,
     keys: ApiKeys,
     on_ready: Callable[[str], None] = lambda url: None,
+    on_interrupt: Callable[[], None] = lambda: None,
+    grace_s: float = GRACE_S,
 ) -> None:
     """Serve until interrupted. `on_ready` gets the URL once the socket is bound.
+
+    on_interrupt: called when the first signal comes; requests in flight then have `grace_s`.
 
     Raises ConfigError for a taken port or an open server that strangers could reach.
     """
@@ -42,6 +48,12 @@ def serve(
     shown = f"[{host}]" if ":" in host else host
     on_ready(f"http://{shown}:{sock.getsockname()[1]}")
     config = uvicorn.Config(
-        app, log_level="warning", timeout_graceful_shutdown=GRACE_S, lifespan="on"
+        app, log_level="warning", timeout_graceful_shutdown=math.ceil(grace_s), lifespan="on"
     )
-    uvicorn.Server(config).run(sockets=[sock])
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            on_interrupt()
+            super().handle_exit(sig, frame)
+
+    Server(config).run(sockets=[sock])

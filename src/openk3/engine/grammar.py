@@ -131,10 +131,8 @@ def _vocabulary(tokenizer: Tokenizer, size: int, markers: Mapping[str, int]) -> 
     vocabulary = []
     for token_id in range(min(size, tokenizer.vocab_size)):
         name = tokenizer.special_name(token_id)
-        if name in markers:
-            vocabulary.append(b"\xff\xff" + name.encode())
-        elif name is not None:
-            vocabulary.append(b"")  # never allowed
-        else:
+        if name is None:
             vocabulary.append(tokenizer.token_bytes(token_id))
+        else:  # an empty token is never allowed
+            vocabulary.append(b"\xff\xff" + name.encode() if name in markers else b"")
     return vocabulary

@@ -176,8 +176,8 @@ class AsyncEngine:
     def abort_all(self) -> None:
         """End every request; its stream gets a last output with finish_reason "abort"."""
         ids = list(self._streams)
-        self._abort(ids)
         self._deliver([Output(request_id, (), "abort") for request_id in ids])
+        self._abort(ids)
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Let running requests finish for `grace_s` seconds, end the others, stop the thread."""
@@ -194,8 +194,8 @@ class AsyncEngine:
         await asyncio.to_thread(self._thread.join)
 
     def _require_running(self) -> None:
-        if self.failure is not None or not self._thread.is_alive():
-            raise BackendError(f"the engine is not running: {self.failure or 'it was closed'}")
+        if self.failure is not None or not (self.draining or self._thread.is_alive()):
+            raise BackendError(f"the engine is not running: {self.failure or 'it never started'}")
         if self.draining:
             raise LimitError("the server is shutting down; send this to another one")
 
@@ -238,7 +238,8 @@ class AsyncEngine:
                     self._active.difference_update(ended)
                     self._call(lambda outputs=outputs: self._deliver(outputs))
         except BaseException as error:
-            self._call(lambda: self._fail(f"{type(error).__name__}: {error}"))
+            reason = f"{type(error).__name__}: {error}"
+            self._call(lambda: self._fail(reason))
             raise
 
     def _next(self) -> bool:

@@ -1,0 +1,164 @@
+"""POST /v1/completions: plain text goes on, whole and streamed."""
+
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from openk3.api.openai import logprobs, prepare, routing
+from openk3.api.openai.connection import EventStream, event, while_connected
+from openk3.api.openai.conversation import bad
+from openk3.api.openai.errors import ApiError, as_api_error
+from openk3.api.openai.generation import Generation, Unit
+from openk3.api.openai.requests import MAX_CHOICES, CompletionBody
+from openk3.api.openai.state import Serving
+from openk3.engine.chat import Prompt
+from openk3.engine.choice import Part
+from openk3.engine.text_stream import TextReader
+from openk3.errors import OpenK3Error
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+router = APIRouter()
+
+
+@router.post("/v1/completions")
+async def create(request: Request) -> Response:
+    """Continuations of one or more prompts."""
+    state: Serving = request.app.state.serving
+    body = await routing.read_body(request, CompletionBody)
+    state.require_model(body.model)
+    name = f"cmpl-{state.new_id()}"
+    generation = await routing.begin(
+        state, request, lambda: units(state, body), name, body.cache_salt
+    )
+    writer = Texts(state, generation, body)
+    if body.stream:
+        events = routing.closing(generation, writer.events())
+        return EventStream(events, state.options.stall_timeout_s)
+    try:
+        return JSONResponse(await while_connected(request, writer.whole()))
+    finally:
+        generation.close()
+
+
+def units(state: Serving, body: CompletionBody) -> list[Unit]:
+    """The choices that a body asks for; blocking. Raises ApiError."""
+    if body.suffix:
+        raise bad("is not supported", "suffix")
+    if body.echo and body.logprobs is not None:
+        raise bad("log-probabilities of the prompt are not supported", "echo")
+    lists = _prompts(state, body)
+    if len(lists) * (body.n or 1) > MAX_CHOICES:
+        raise bad(f"more than {MAX_CHOICES} choices", "prompt")
+    found = []
+    try:
+        for ids in lists:
+            state.require_room(len(ids))
+            prompt = Prompt(tuple(ids), num_tokens=len(ids))
+            for i in range(body.n or 1):
+                params = prepare.sampling(
+                    state, body, len(ids), body.max_tokens or DEFAULT_MAX_TOKENS, body.logprobs, i
+                )
+                found.append(Unit(prompt, params, TextReader(state.tokenizer, body.stops)))
+    except OpenK3Error as error:
+        raise as_api_error(error) from None
+    return found
+
+
+def _prompts(state: Serving, body: CompletionBody) -> list[list[int]]:
+    given = body.prompt
+    if not given and not isinstance(given, str):
+        raise bad("must not be empty", "prompt")
+    if isinstance(given, str):
+        lists = [state.tokenizer.encode(given)]
+    else:
+        nested = [p for p in given if not isinstance(p, int)]
+        lists = [state.tokenizer.encode(p) if isinstance(p, str) else p for p in nested]
+        lists = lists or [[p for p in given if isinstance(p, int)]]
+    for ids in lists:
+        for token_id in ids:
+            if not 0 <= token_id < state.vocab_size:
+                raise bad(f"{token_id} is no token id below {state.vocab_size}", "prompt")
+    # a text begins after an end-of-text token, as in training
+    return [ids or [state.tokenizer.eos_id] for ids in lists]
+
+
+class Texts:
+    """Writes a generation as OpenAI's text completion or its chunks."""
+
+    def __init__(self, state: Serving, generation: Generation, body: CompletionBody) -> None:
+        self._state, self._generation, self._body = state, generation, body
+        self._created = int(time.time())
+        self._offsets: dict[int, int] = {}
+
+    async def whole(self) -> dict[str, Any]:
+        """The completion object. Raises ApiError if a choice failed."""
+        number = len(self._generation.choices)
+        texts = [self._echo(i) for i in range(number)]
+        parts: list[list[Part]] = [[] for _ in range(number)]
+        async for part in self._generation.parts():
+            if part.finish_reason == "error":
+                raise ApiError(500, f"generation failed: {part.error}", "generation_failed")
+            texts[part.index] += _text(part)
+            parts[part.index].append(part)
+        choices = [
+            {"index": i, "text": texts[i], "logprobs": self._logprobs(i, parts[i]),
+             "finish_reason": parts[i][-1].finish_reason}
+            for i in range(number)
+        ]  # fmt: skip
+        return {**self._head(), "choices": choices, "usage": self._generation.usage().openai()}
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Server-sent events. Usage comes with the last choice's end, or, asked for, after it."""
+        include_usage = (self._body.stream_options or {}).get("include_usage")
+        left = len(self._generation.choices)
+        echoed: set[int] = set()
+        waiting: dict[int, list[Part]] = {}
+        async for part in self._generation.parts():
+            if part.finish_reason == "error":
+                yield routing.failed(part.error)
+                return
+            waiting.setdefault(part.index, []).append(part)
+            text = _text(part)
+            if part.index not in echoed:
+                text = self._echo(part.index) + text
+                echoed.add(part.index)
+            if not text and part.finish_reason is None:
+                continue
+            found = self._logprobs(part.index, waiting.pop(part.index))
+            choice = {"index": part.index, "text": text, "logprobs": found,
+                      "finish_reason": part.finish_reason}  # fmt: skip
+            chunk = {**self._head(), "choices": [choice]}
+            left -= part.finish_reason is not None
+            if left == 0 and include_usage is None:
+                chunk["usage"] = self._generation.usage().openai()
+            yield event(chunk)
+        if include_usage:
+            usage = self._generation.usage().openai()
+            yield event({**self._head(), "choices": [], "usage": usage})
+        yield event("[DONE]")
+
+    def _echo(self, index: int) -> str:
+        ids = self._generation.units[index].prompt.ids
+        return self._state.tokenizer.decode(ids) if self._body.echo else ""
+
+    def _logprobs(self, index: int, parts: list[Part]) -> dict[str, Any] | None:
+        if self._body.logprobs is None:
+            return None
+        ids = [token_id for part in parts for token_id in part.ids]
+        found = [one for part in parts for one in part.logprobs]
+        offset = self._offsets.get(index, 0)
+        written = logprobs.legacy(self._state.tokenizer, ids, found, offset)
+        self._offsets[index] = offset + sum(map(len, written["tokens"]))
+        return written
+
+    def _head(self) -> dict[str, Any]:
+        return {"id": self._generation.id, "object": "text_completion", "created": self._created,
+                "model": self._state.model}  # fmt: skip
+
+
+def _text(part: Part) -> str:
+    return "".join(delta.text for delta in part.deltas)

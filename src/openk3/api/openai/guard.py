@@ -1,0 +1,67 @@
+"""Who may call: keys, origins, hosts. And the count of what was answered (pure ASGI)."""
+
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from openk3.api.auth import LOOPBACK, ApiKeys, given_key
+from openk3.api.openai.errors import ApiError
+
+OPEN_PATHS = frozenset(("/", "/health", "/ready", "/version"))
+
+
+class Guard:
+    """Lets a request pass, or answers 401 or 403.
+
+    A page of another site must not use a server through its visitor's browser: its origin has to be
+    allowed. A server without keys is for this machine, so it must be addressed as such (which a
+    name that was made to point here is not).
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: ApiKeys,
+        origins: tuple[str, ...],
+        count: Callable[[str, int], None],
+    ) -> None:
+        self.app, self.keys, self.origins, self.count = app, keys, origins, count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route: Any = scope.get("route")
+                self.count(getattr(route, "path", "other"), message["status"])
+            await send(message)
+
+        refusal = self._refusal(scope["path"], scope["method"], Headers(scope=scope))
+        if refusal is not None:
+            await refusal.response()(scope, receive, counted)
+        else:
+            await self.app(scope, receive, counted)
+
+    def _refusal(self, path: str, method: str, headers: Headers) -> ApiError | None:
+        host = headers.get("host", "")
+        origin = headers.get("origin")
+        allowed = (*self.origins, f"http://{host}", f"https://{host}")
+        if origin and origin not in allowed and "*" not in self.origins:
+            return ApiError(403, f"origin {origin:.100} is not allowed", "origin_not_allowed")
+        if not self.keys and _name(host) not in LOOPBACK:
+            return ApiError(403, "a server without keys answers on this machine only", "bad_host")
+        if method == "OPTIONS" or path in OPEN_PATHS or self.keys.accept(given_key(headers)):
+            return None
+        return ApiError(
+            401, "the API key is missing or wrong", "invalid_api_key",
+            headers={"www-authenticate": "Bearer"},
+        )  # fmt: skip
+
+
+def _name(host: str) -> str:
+    return urlsplit(f"//{host}").hostname or ""

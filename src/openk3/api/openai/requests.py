@@ -1,0 +1,106 @@
+"""The bodies that callers send: names and types of their fields. Unknown fields are ignored."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MAX_CHOICES = 128
+
+
+class Body(BaseModel):
+    """Types are exact: "0.5" is no number, 1 is no boolean."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class Sampling(Body):
+    """Fields of both completions endpoints."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    logit_bias: dict[str, float] | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    cache_salt: str | None = Field(None, max_length=256)
+
+    @model_validator(mode="after")
+    def _options(self) -> "Sampling":
+        wanted = (self.stream_options or {}).get("include_usage")
+        if wanted is not None and not isinstance(wanted, bool):
+            raise ValueError("stream_options.include_usage must be true or false")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class Thinking(Body):
+    """Moonshot's switch. `keep` is accepted: thoughts always stay in the conversation."""
+
+    type: Literal["enabled", "disabled"] | None = None
+    effort: str | None = None
+    keep: Any = None
+
+
+class ChatBody(Sampling):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    thinking: Thinking | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    @model_validator(mode="after")
+    def _logprobs(self) -> "ChatBody":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        return self
+
+
+class CompletionBody(Sampling):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool | None = None
+    suffix: str | None = None
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: a text, or a conversation as for chat completions."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    thinking: Thinking | None = None
+    reasoning_effort: str | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
