@@ -2,7 +2,7 @@
 
     python benchmarks/moonep.py                                       two one-thread gloo processes
     torchrun --nproc-per-node 2 benchmarks/moonep.py --device cuda    NCCL, and symmetric memory
-    torchrun --nproc-per-node 2 benchmarks/moonep.py --device cuda --check     are they right?
+    ... --check                                                       are they right?
     python benchmarks/moonep.py --planner                             the planner alone
 
 Every dispatcher gets the same tokens in the same process; times are medians over the steps of the
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,8 @@ from openk3.parallel.moonep import MoonEPDispatcher
 from openk3.parallel.moonep.simulate import Workload, draw_routing, popularity
 
 CPU_SHAPE = Workload(num_experts=16, top_k=4, tokens=512, latent=256, inner=256)
-GPU_SHAPE = Workload(num_experts=64, top_k=16, tokens=4096, latent=3584, inner=3072)
-CHECK_SHAPE = Workload(num_experts=16, top_k=4, tokens=300, latent=256, inner=192)
+GPU_SHAPE = Workload(num_experts=64, top_k=16, tokens=8192, latent=3584, inner=3072)
+CHECK_TOKENS, CHECK_EXPERTS = 300, 16
 
 
 @dataclass
@@ -140,44 +140,91 @@ def compare(device: str, repeats: int) -> None:
             if rank == 0:
                 median = 1e3 * statistics.median(times[name])
                 print(f"skew {skew:<12}{name:<21}{median:9.2f}   rows {[int(r) for r in every]}")
+        if device == "cuda":
+            if rank == 0:
+                print(
+                    f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB", flush=True
+                )
+            if skew == "0":
+                time_moves(found, case)
 
 
-def check() -> None:
-    """Three steps over poisoned memory against one device in float32, and no host reads."""
-    shape, device, dtype = CHECK_SHAPE, "cuda", torch.bfloat16
+def check(device: str) -> None:
+    """Three steps over poisoned memory against one device in float32; one without host reads."""
+    shape, dtype, limit = CPU_SHAPE, torch.float32, 1e-5
+    if device == "cuda":
+        shape, dtype, limit = GPU_SHAPE, torch.bfloat16, 1e-2
+    shape = replace(shape, num_experts=CHECK_EXPERTS, top_k=4, tokens=CHECK_TOKENS)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     whole = make_experts(shape, device, dtype)
+    experts = keep_block(make_experts(shape, device, dtype), rank, ranks)
     found = dispatchers(shape, device, dtype)
     for skew, tokens in (("0", 300), ("2", 300 - 120 * rank), ("all at home", 300 * (1 - rank))):
         case = make_case(shape, skew, rank, ranks, device, dtype, tokens)
         wanted = one_device(case, whole, rank, ranks)
         for name, dispatcher in found.items():
-            experts = keep_block(make_experts(shape, device, dtype), rank, ranks)
             results = []
-            for i in range(3):
-                junk = [torch.full((1 << 22,), float("nan"), device=device) for _ in range(16)]
+            for _ in range(3):
+                junk = [torch.full((1 << 20,), float("nan"), device=device) for _ in range(16)]
                 del junk
-                one_sided = name.endswith("one-sided") and i == 2
-                torch.cuda.set_sync_debug_mode("error" if one_sided else "default")
                 results.append(step(dispatcher, case, experts))
-                torch.cuda.set_sync_debug_mode("default")
             errors = [relative(a, b) for a, b in zip(results[0], wanted, strict=True)]
             same = all(
                 torch.equal(a, b) for r in results[1:] for a, b in zip(results[0], r, strict=True)
             )
+            verdict = "right" if max(errors) < limit and same else "WRONG"
+            shown = " ".join(f"{e:.0e}" for e in errors)
             print(
-                f"rank {rank} skew {skew}, {tokens} tokens, {name}: rows {dispatcher.rows}, "
-                f"worst relative error {max(errors):.1e}, steps equal bit for bit: {same}"
+                f"rank {rank} skew {skew}, {tokens} tokens, {name}: {verdict}; rows "
+                f"{dispatcher.rows}, relative errors {shown}, steps bitwise equal: {same}",
+                flush=True,
             )
-            assert max(errors) < 1e-2, errors
-            assert same, "steps differ"
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")  # any read by the host raises
+        step(found["balanced, one-sided"], case, experts)
+        torch.cuda.set_sync_debug_mode("default")
+        print(f"rank {rank}: the one-sided step read nothing on the host")
+
+
+def time_moves(found: dict[str, Callable], case: Case) -> None:
+    """One dispatch and one return by themselves, between CUDA events."""
+    for name, dispatcher in found.items():
+        if not isinstance(dispatcher, MoonEPDispatcher):
+            continue
+        transport, route = dispatcher.transport, dispatcher.plan_route(case.ids, case.weights)
+        rows = transport.scatter(route, case.x).clone()
+        distinct = case.ids // (dispatcher.block)
+        leaving = int((distinct != dist.get_rank()).any(1).sum()) * case.x.shape[1] * 2
+        for what, call in (
+            ("dispatch", lambda t=transport, r=route: t.scatter(r, case.x)),
+            ("return", lambda t=transport, r=route, y=rows: t.gather(r, y)),
+        ):
+            micros = between_events(call)
+            if dist.get_rank() == 0:
+                print(
+                    f"{what} {name}: {micros:.0f} us; {leaving / 1e6:.1f} MB leave a rank at least,"
+                    f" {leaving / micros / 1e3:.0f} GB/s"
+                )
+
+
+def between_events(call: Callable[[], object], times: int = 20) -> float:
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    for _ in range(3):
+        call()
+    events[0].record()
+    for _ in range(times):
+        call()
+    events[1].record()
+    torch.cuda.synchronize()
+    return 1e3 * events[0].elapsed_time(events[1]) / times
 
 
 def one_device(case: Case, whole: Experts, rank: int, ranks: int) -> list[torch.Tensor]:
     parts: list = [None] * ranks
     mine = [t.cpu() for t in (case.x, case.ids, case.weights, case.d_out)]
     dist.all_gather_object(parts, mine)
-    x, ids, weights, d_out = (torch.cat(t).cuda() for t in zip(*parts, strict=True))
+    x, ids, weights, d_out = (torch.cat(t).to(case.x.device) for t in zip(*parts, strict=True))
     leaves = [x.float().requires_grad_(), weights.requires_grad_()]
     experts = [w.detach().float().requires_grad_() for w in (whole.w1, whole.w3, whole.w2)]
     out = moe.expert_mlp(leaves[0], ids, leaves[1], *experts, *whole.betas)
@@ -226,8 +273,9 @@ def time_planner() -> None:
                     map_tokens(tokens, lay_out(here, found, 64), 0)
 
                 line += f", kernel {in_graph(lambda c=here: allocate(c)):.1f} us"
-                line += f", token map {in_graph(tables):.0f} us"
-            print(line)
+                print(line, flush=True)
+                line = f"   and its token map {in_graph(tables):.0f} us"
+            print(line, flush=True)
 
 
 def in_graph(call: Callable[[], object], times: int = 20) -> float:
@@ -266,7 +314,7 @@ def main() -> None:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
         if args.check:
-            check()
+            check(args.device)
         else:
             compare(args.device, args.repeats)
         dist.destroy_process_group()

@@ -18,7 +18,7 @@ plain     rows of the busiest rank over the mean without a plan; with it every r
 slots     redundant experts a rank computes: median, 95th percentile, most (of at most E / R)
 lent      copies of its experts that the busiest home sends
 moved     rows computed away from their home
-tokens    sent by one rank in one dispatch; plain: without a plan, each copy by itself
+tokens    sent by rank 0 in one dispatch; plain: received by the busiest rank without a plan
 experts   sent by the busiest home, bf16; their float32 gradients return as twice that
 plan      the reference planner on this CPU, best of five
 exposed   forward and backward: five token moves, and prefetches outlasting the own experts

@@ -36,8 +36,8 @@ def test_a_skewed_layer_of_k3():
     assert found.plain_imbalance > 1.1
     assert 0 < found.moved_share < 0.2
     assert found.expert_bytes == found.lent_max * 3 * 3584 * 3072 * 2
-    # at most one copy for each other rank, and a token never travels more than 16 times
-    assert found.token_bytes < found.token_bytes_plain <= 512 * 16 * 3584 * 2
+    # without a plan the busiest rank is sent more rows than any rank computes with one
+    assert found.token_bytes < 512 * 16 * 3584 * 2 < found.token_bytes_plain
     moves = 5 * found.token_bytes / H200.bandwidth * 1e3
     assert found.exposed_ms >= moves
 

@@ -13,11 +13,12 @@ from moe_cases import Toy, draw_tokens, one_device, probe
 from openk3.errors import InputError
 from openk3.parallel.experts import keep_block
 from openk3.parallel.moonep import MoonEPDispatcher
+from openk3.parallel.moonep.dispatch import allocate
+from openk3.parallel.moonep.token_map import lay_out, map_tokens
 
 symmetric = pytest.importorskip("openk3.parallel.moonep.symmetric", exc_type=ImportError)
 LATENT = INNER = 64
-ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="threads share CPU memory")
-pytestmark = ON_CPU
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are threads on a CPU")
 
 
 class SharedBlock:
@@ -98,6 +99,29 @@ def test_outputs_and_all_gradients_are_those_of_one_device(case, padding, steps)
             assert relative_error(got, wanted) < 1e-5
         for got, wanted in zip(found[rank][3:], weight_grads, strict=True):
             assert relative_error(got, wanted[2 * rank : 2 * rank + 2]) < 1e-5
+
+
+def test_as_many_rows_arrive_as_copies_travel_and_all_come_back():
+    shapes = symmetric.Shapes(4, 2, 7, 8, 8, torch.float32)
+    parts = [draw_tokens(tokens, 4, 2, 11 + tokens, [0, 1, 2], latent=8) for tokens in (7, 4)]
+
+    def work(memory):
+        transport = symmetric.Symmetric(shapes, memory)
+        x, ids, _ = parts[memory.rank]
+        counts = transport.share_counts(torch.bincount(ids.view(-1), minlength=4))
+        layout = lay_out(counts, allocate(counts), transport.align)
+        tokens = map_tokens(ids, layout, memory.rank)
+        pairs = torch.arange(ids.numel(), dtype=torch.float32).view_as(ids)
+        route = transport.open(layout, tokens, pairs)
+        arrived = int((route.first_row == torch.arange(transport.num_rows)).sum())
+        rows = transport.scatter(route, (x * 8).round())
+        assert not rows.isnan().any()
+        assert torch.equal(transport.gather(route, rows), 2 * (x * 8).round())
+        assert torch.equal(transport.gather_values(route, route.weights), pairs)
+        return int(tokens.travels.sum()), arrived
+
+    travelled, arrived = zip(*run(2, shapes, work), strict=True)
+    assert sum(travelled) == sum(arrived) < 22  # of 22 pairs some share a rank
 
 
 def test_more_tokens_than_the_memory_was_made_for_are_refused():

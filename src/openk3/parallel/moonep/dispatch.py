@@ -65,13 +65,14 @@ class MoonEPDispatcher:
                 f"this rank computes with {self.block} stacked experts, not with "
                 f"{experts.num_experts} of {type(experts).__name__}; see spread_experts"
             )
-        route = self._plan(ids, weights)
+        route = self.plan_route(ids, weights)
         self.rows = len(route.weights)
         own = experts.w1, experts.w3, experts.w2
         return _Dispatch.apply(x, weights, *own, route, experts.betas, self.transport)
 
     @torch.no_grad()
-    def _plan(self, ids: Tensor, weights: Tensor) -> Route:
+    def plan_route(self, ids: Tensor, weights: Tensor) -> Route:
+        """Plan ids [T, k] with the other ranks and announce the rows; collective."""
         transport = self.transport
         flat = torch.where(ids < 0, self.num_experts, ids).reshape(-1)
         load = flat.new_zeros(self.num_experts + 1).index_add_(0, flat, torch.ones_like(flat))

@@ -30,7 +30,7 @@ class Plan:
     """Who computes what."""
 
     alloc: Any
-    """[R, E] int64: tokens of expert e computed on rank d. A tensor if the counts were one."""
+    """[R, E] int64: tokens of expert e computed on rank d. A tensor where the counts were one."""
     redundant: list[list[int]]
     """For each rank the experts of other ranks it computes, ascending."""
 
@@ -38,10 +38,11 @@ class Plan:
 def plan(counts: Any) -> Plan:
     """counts [R, E] integers (tokens of expert e held by rank r) -> the balanced plan.
 
-    Takes a tensor, an array or nested lists, on the host. Raises InputError for counts that are not
-    a matrix of non-negative integers, or experts that do not divide by ranks.
+    Takes a tensor, an array or nested lists; works on the host. Raises InputError for counts that
+    are not a matrix of non-negative integers, or experts that do not divide by ranks.
     """
-    matrix = np.asarray(counts)
+    is_tensor = isinstance(counts, torch.Tensor)
+    matrix = counts.cpu().numpy() if is_tensor else np.asarray(counts)
     check_shape(matrix.shape)
     if matrix.dtype.kind not in "iu" or (matrix.size and int(matrix.min()) < 0):
         raise InputError(f"counts must be integers of at least 0, not {matrix.dtype}")
@@ -50,7 +51,7 @@ def plan(counts: Any) -> Plan:
     for rank, block in enumerate(home_blocks(alloc.shape[1], len(alloc))):
         foreign[rank, block] = 0
     redundant = [np.flatnonzero(row).tolist() for row in foreign]
-    return Plan(torch.from_numpy(alloc) if isinstance(counts, torch.Tensor) else alloc, redundant)
+    return Plan(torch.from_numpy(alloc).to(counts.device) if is_tensor else alloc, redundant)
 
 
 def check_shape(shape: tuple[int, ...]) -> None:

@@ -78,7 +78,7 @@ class Figures:
     token_bytes: int
     """Sent by rank 0 in one dispatch."""
     token_bytes_plain: int
-    """The same without a plan, every copy by itself."""
+    """Received by the busiest rank in one dispatch without a plan, every copy by itself."""
     expert_bytes: int
     """Copies sent by the busiest home, bf16; their gradients return as twice that."""
     buffer_bytes: int
@@ -128,7 +128,7 @@ def simulate(
         moved_share=float(foreign.sum() / load.sum()),
         lent_max=int(lent.max()),
         token_bytes=token_bytes,
-        token_bytes_plain=int((home[first] != 0).sum()) * width,
+        token_bytes_plain=int((by_home - _staying(counts)).max()) * width,
         expert_bytes=expert_bytes,
         buffer_bytes=2 * width * (work.rows + 2 * block * (ALIGN - 1)),
         slot_bytes=(2 + 4) * work.expert_values * block,
@@ -182,6 +182,12 @@ def _draw_all(
         counts.append(np.bincount(ids.reshape(-1), minlength=work.num_experts))
     assert first is not None, "there is at least one rank"
     return first, np.stack(counts)
+
+
+def _staying(counts: np.ndarray) -> np.ndarray:
+    """[R] rows whose experts live where their tokens are."""
+    num_ranks = len(counts)
+    return np.einsum("rrb->r", counts.reshape(num_ranks, num_ranks, -1))
 
 
 def _leaving(ids: np.ndarray, counts: np.ndarray, alloc: np.ndarray, num_ranks: int) -> int:
