@@ -65,6 +65,7 @@ class Driver:
             vocab_size=VOCAB,
             end_id=END,
             max_positions=max_positions,
+            window=options["num_drafts"] + 1 if options.get("num_drafts") else 0,
         )
         self.clock = Ticks()
         config = EngineConfig(**{"hash_block": H, "debug": True, **options})

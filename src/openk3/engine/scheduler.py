@@ -25,6 +25,8 @@ from openk3.engine.types import EngineConfig
 
 SCAN = 64
 """Waiting requests looked at in a step."""
+MAX_BLOCKED = 8
+"""Of those, how many may prove not to fit before the rest is left for the next step."""
 MAX_PASSED = 64
 """Admissions that may pass a request for which there are no pages."""
 FIRST_EXPECTED, MORE_EXPECTED, DECAY = 0.1, 0.25, 0.999
@@ -79,7 +81,8 @@ class Scheduler:
         left -= self._decode(left, bool(prefills or self.waiting))
         prefills = [seq for seq in prefills if seq.slot >= 0]
         if left > 0:
-            self._admit(prefills, left)
+            if self.waiting and self.slots:
+                self._admit(prefills, left)
             self._prefill(prefills, left)
         assert self.rows, f"{len(self.running)} running, {len(self.waiting)} waiting, none advances"
         chunks = tuple(self._chunk(row) for row in self.rows.values())
@@ -105,7 +108,9 @@ class Scheduler:
         for seq in rows:
             if seq.slot < 0:
                 continue
-            guesses = propose(seq, self.config, self._window(seq, drafts)) if drafts > 0 else ()
+            guesses: tuple[int, ...] = ()
+            if drafts > 0 and seq.output:
+                guesses = propose(seq, self.config, self._window(seq, drafts))
             if guesses and not self.memory.grow(seq, seq.computed + 1 + len(guesses)):
                 guesses = ()
             if self._make_room(seq, seq.computed + 1):
@@ -113,14 +118,12 @@ class Scheduler:
         return sum(1 + len(row.drafts) for row in self.rows.values())
 
     def _window(self, seq: Sequence, drafts: int) -> int:
-        """Drafts that may follow the next token.
-
-        A window with drafts ends before the next block end, so that the pass which reaches a block
-        end is one whose last token is sure, and can leave the state there."""
+        """Drafts that may follow the next token. No window goes beyond a block end: so there is a
+        later pass that starts there, and leaves the state."""
         block_end = (seq.computed // self.memory.block + 1) * self.memory.block
         return min(
             drafts,
-            block_end - seq.computed - 2,
+            block_end - seq.computed - 1,
             seq.budget - 1,
             self.max_context - len(seq.ids) - 1,
         )
@@ -173,6 +176,7 @@ class Scheduler:
     def _chunk(self, row: Row) -> Chunk:
         seq, start = row.seq, row.seq.computed
         end = start + row.count
+        windowed = self.config.num_drafts > 0 and seq.decoding
         return Chunk(
             request=seq.request,
             slot=seq.slot,
@@ -180,7 +184,9 @@ class Scheduler:
             start=start,
             latent_pages=seq.latent_pages[: self.memory.pages_for(end + len(row.drafts))],
             state_pages=seq.live,
-            checkpoints=self.memory.checkpoints(seq, end),
+            checkpoints=self.memory.checkpoint_at_start(seq)
+            if windowed
+            else self.memory.checkpoints(seq, end),
             num_drafts=len(row.drafts),
             output_ids=seq.output,
             samples=end == len(seq.ids),
@@ -194,6 +200,7 @@ class Scheduler:
         One whose prompt has a prefix that a running prefill before it is about to leave a
         checkpoint of (the same prompt, the same system message) waits for that instead."""
         blocked: list[Sequence] = []
+        aside = self._set_aside()
         coming = {key: seq.rank for seq in prefills for key in seq.mark_keys(seq.computed)}
         for seq in self.waiting[:SCAN]:
             if not self.slots:
@@ -207,33 +214,33 @@ class Scheduler:
                 continue
             if not gets_some(seq, prefills, budget):
                 continue
-            if not self._open(seq, hit):
+            if not self._open(seq, hit, aside):
                 blocked.append(seq)
-                if seq.passed >= MAX_PASSED:
+                if seq.passed >= MAX_PASSED or len(blocked) == MAX_BLOCKED:
                     break
                 continue
             self.waiting.remove(seq)
             self._start(seq)
+            aside = self._set_aside()
             prefills.append(seq)
             coming.update((key, seq.rank) for key in seq.mark_keys(start))
             for other in blocked:
                 other.passed += 1
 
-    def _open(self, seq: Sequence, hit: Hit) -> bool:
+    def _open(self, seq: Sequence, hit: Hit, aside: float) -> bool:
         """Give it memory if that fits; when nothing else runs it has to fit, if need be cold."""
-        memory = self.memory
+        memory, cost = self.memory, self.memory.cost(seq, hit)
         if not self.running:
-            return memory.open(seq, hit if memory.cost(seq, hit) <= memory.pool.free else Hit())
-        return memory.cost(seq, hit) <= memory.pool.free - self._set_aside(seq) and memory.open(
-            seq, hit
-        )
+            return memory.open(seq, hit if cost <= memory.pool.free else Hit())
+        cost += self.expected * seq.budget / memory.page
+        return cost <= memory.pool.free - aside and memory.open(seq, hit)
 
-    def _set_aside(self, seq: Sequence) -> float:
-        """Free pages that are not for another: those that running ones need, and may need."""
-        known, new = 0, seq.budget
-        for other in self.running:
-            known += self.memory.pages_for(len(other.ids)) - len(other.latents)
-            new += other.budget
+    def _set_aside(self) -> float:
+        """Free pages that are not for others: those that running ones need, and may need."""
+        known = new = 0
+        for seq in self.running:
+            known += self.memory.pages_for(len(seq.ids)) - len(seq.latents)
+            new += seq.budget
         return known + self.expected * new / self.memory.page
 
     def _start(self, seq: Sequence) -> None:

@@ -40,7 +40,9 @@ def from_prefix(vocab_size: int, memory: int = 3) -> Script:
 
 class ScriptedRunner:
     """Follows `openk3.engine.plan.Runner`. `errors` are ids of requests that fail; `version` and
-    the salt of a request stand for the weights, so that their memories differ."""
+    the salt of a request stand for the weights, so that their memories differ. With a `window` of
+    so many tokens, the state of a row that decodes lags behind by its last window, as it does in a
+    runner that replays what was accepted: it can then only be kept at a pass's start."""
 
     def __init__(
         self,
@@ -54,6 +56,7 @@ class ScriptedRunner:
         max_positions: int = 1 << 20,
         page_bytes: int = 1,
         layers_per_group: int = 1,
+        window: int = 0,
     ) -> None:
         self.geometry = Geometry(page_tokens, page_bytes, num_pages, kda_groups, layers_per_group)
         self.script = script
@@ -67,6 +70,9 @@ class ScriptedRunner:
         """Positions that one picture takes."""
         self.media_id = 1
         self.memory: dict[Tier, dict[int, Page]] = {"pool": {}, "host": {}}
+        self.window = window
+        self._accepted: dict[int, int] = {}
+        """Of a slot's last window, tokens that its state does not hold yet."""
         self._prefixes: dict[int, tuple[str, list[int]]] = {}
 
     def run(self, plan: StepPlan) -> list[ChunkResult]:
@@ -83,6 +89,7 @@ class ScriptedRunner:
 
     def forget(self, slot: int) -> None:
         self._prefixes.pop(slot, None)
+        self._accepted.pop(slot, None)
 
     def drop_host(self) -> None:
         self.memory["host"].clear()
@@ -106,6 +113,7 @@ class ScriptedRunner:
         _expect(sure > 0, chunk, "no new token")
         _expect(list(chunk.token_ids[:sure]) == known[chunk.start : end], chunk, "other tokens")
         _expect(chunk.samples == (end == len(known)), chunk, "samples at the wrong token")
+        _expect(bool(chunk.output_ids) or not chunk.num_drafts, chunk, "drafts behind a prompt")
         _expect(chunk.samples or not chunk.num_drafts, chunk, "drafts inside a prompt")
         prefix = self._prefix(chunk, known, prompt)
         self._read(chunk, prefix)
@@ -114,7 +122,11 @@ class ScriptedRunner:
             return ChunkResult(error="its logits are not finite")
         new_ids = self._choose(chunk, known) if chunk.samples else ()
         held = end + max(0, len(new_ids) - 1)
-        digest = _extended(prefix[: end + 1], new_ids[:-1])[-1]
+        if self.window and self._is_decode(chunk):
+            _expect(len(chunk.token_ids) <= self.window, chunk, "longer than a window")
+            self._accepted[chunk.slot] = held - chunk.start
+            held = end = chunk.start
+        digest = _extended(prefix[: end + 1], new_ids[: held - end])[-1]
         for group, page in enumerate(chunk.state_pages):
             self.memory["pool"][page] = [(group, held, digest)]
         for checkpoint in chunk.checkpoints:
@@ -130,6 +142,11 @@ class ScriptedRunner:
             for i in new_ids
         ]
         return ChunkResult(new_ids, tuple(logprobs))
+
+    def _is_decode(self, chunk: Chunk) -> bool:
+        inner = any(checkpoint.position != chunk.start for checkpoint in chunk.checkpoints)
+        few = chunk.samples and chunk.start > 0 and len(chunk.token_ids) <= self.window
+        return chunk.slot in self._accepted or (few and bool(chunk.output_ids) and not inner)
 
     def _choose(self, chunk: Chunk, known: list[int]) -> tuple[int, ...]:
         """Drafts that the script agrees with, and one more id."""
@@ -171,8 +188,9 @@ class ScriptedRunner:
             right = prefix[index * size + 1 : index * size + 1 + upto]
             _expect(cells[:upto] == right, chunk, f"latent page {index}: {cells[:upto]}, {right}")
         if chunk.start:
+            at = chunk.start - self._accepted.get(chunk.slot, 0)
             for group, page in enumerate(chunk.state_pages):
-                right = [(group, chunk.start, prefix[chunk.start])]
+                right = [(group, at, prefix[at])]
                 _expect(pool.get(page) == right, chunk, f"state {pool.get(page)}, not {right}")
 
     def _write(self, chunk: Chunk, prefix: list[int], start: int, ids: tuple[int, ...]) -> None:
