@@ -23,10 +23,13 @@ def home() -> Iterator[Home]:
     try:
         yield home
         recovery.sweep(home)
-        assert settled(home) == TIDY
+        left = settled(home)
+        assert left == TIDY, left
         log = home.path / "keeper.log"
         assert not log.exists() or log.read_text() == ""  # no keeper met what it did not expect
     finally:
+        for box in home.boxes.iterdir():
+            recovery.force_end(home, box.name)
         assert not mounts_below(folder)
         shutil.rmtree(folder)
 

@@ -1,6 +1,8 @@
 """The stock `e2b` SDK, unchanged, against our server over gVisor sandboxes."""
 
 import io
+import json
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -13,6 +15,7 @@ uvicorn = pytest.importorskip("uvicorn", reason="the serve extra is not installe
 
 from openk3.api.auth import ApiKeys, load_keys, own_key, require_safe_binding  # noqa: E402
 from openk3.errors import ConfigError  # noqa: E402
+from openk3.sandbox import events, recovery  # noqa: E402
 from sandbox_server import running_server  # noqa: E402
 
 KEY = "e2b_" + "ab" * 20
@@ -203,6 +206,73 @@ def test_openapi_and_metrics(box, url):
     text = get("/metrics")
     assert 'k3_sandboxes{state="running"} 1.0' in text
     assert 'k3_sandbox_requests_total{operation="fork",status="201"}' in text
+
+
+def _raw(url: str, head: str, body: bytes) -> socket.socket:
+    """A request as bytes, for what no well-behaved client does."""
+    host, port = url.removeprefix("http://").split(":")
+    sock = socket.create_connection((host, int(port)))
+    sock.sendall(f"{head}\r\nHost: x\r\nX-API-Key: {KEY}\r\n".encode() + body)
+    return sock
+
+
+def test_reported_both_generations_of_the_sdk_are_served(sdk, url):
+    def post(path: str, **body: object) -> tuple[int, dict]:
+        ask = urllib.request.Request(
+            url + path,
+            data=json.dumps(body).encode(),
+            headers={"X-API-Key": KEY, "Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(ask) as answer:
+            return answer.status, json.loads(answer.read())
+
+    for generation in ("", "/v2"):
+        status, made = post(f"{generation}/sandboxes", templateID="base", timeout=300)
+        assert status == 201
+        box_id = made["sandboxID"]
+        path = f"{generation}/sandboxes/{box_id}/connect"
+        assert post(path, timeout=300)[0] == 200
+        sdk.pause(box_id)
+        assert post(path, timeout=300)[0] == 201
+        assert sdk.kill(box_id)
+
+
+def test_reported_client_that_hangs_up_leaves_nothing_behind(home, box, url):
+    """A creation nobody waits for is undone; half an upload changes no file."""
+    body = b'{"templateID": "base", "timeout": 600}'
+    head = "POST /v2/sandboxes HTTP/1.1\r\nContent-Type: application/json"
+    known = {row["sandbox_id"] for row in events.read(home)}
+    _raw(url, head, b"Content-Length: %d\r\n\r\n%s" % (len(body), body)).close()
+    end = time.monotonic() + 60
+    while "killed" not in [
+        row["event"] for row in events.read(home) if row["sandbox_id"] not in known
+    ]:
+        assert time.monotonic() < end, "the creation was not undone"
+        time.sleep(0.05)
+    assert [record.id for record in recovery.records(home)] == [box.sandbox_id]
+
+    box.files.write("whole/f", "old")
+    head = (
+        f"POST /files?path=whole/f HTTP/1.1\r\nE2b-Sandbox-Id: {box.sandbox_id}\r\n"
+        f"X-Access-Token: {box._envd_access_token}\r\nContent-Type: application/octet-stream"
+    )
+    _raw(url, head, b"Content-Length: 9000000\r\n\r\n" + b"x" * 4_000_000).close()
+    while names := [entry.name for entry in box.files.list("whole") if entry.name != "f"]:
+        assert names[0].startswith(".k3-")
+    assert box.files.read("whole/f") == "old"
+
+
+def test_reported_full_disk_is_507(sdk, url):
+    ask = urllib.request.Request(
+        f"{url}/sandboxes",
+        data=json.dumps({"timeout": 300, "limits": {"disk_mb": 20}}).encode(),
+        headers={"X-API-Key": KEY, "Content-Type": "application/json"},
+    )
+    small = sdk.connect(json.loads(urllib.request.urlopen(ask).read())["sandboxID"], timeout=300)
+    with pytest.raises(e2b.NotEnoughSpaceException):
+        small.files.write("big", b"x" * (30 << 20))
+    assert not small.files.exists("big")
+    small.kill()
 
 
 def test_an_open_server_is_loopback_only(tmp_path):

@@ -2,20 +2,22 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, MutableMapping
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
 
 from openk3.api.auth import ApiKeys, given_key
 from openk3.api.e2b import files, filesystem, process, rest, wire
 from openk3.api.e2b.metrics import Metrics
 from openk3.api.e2b.service import NotRunningError, Service
-from openk3.api.limits import Limits
+from openk3.api.limits import App, Limits, Receive, Scope, Send
 from openk3.errors import OpenK3Error
-from openk3.sandbox import recovery
+from openk3.sandbox import events, recovery
 from openk3.sandbox.backends import choose
 from openk3.sandbox.pool import Pool
 from openk3.sandbox.types import Capabilities
@@ -61,7 +63,7 @@ def create_app(
     app.state.metrics = Metrics(pool.home)
     app.add_exception_handler(OpenK3Error, rest.on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
-    app.middleware("http")(_guard(keys, app.state.metrics, sdk_generation))
+    app.add_middleware(Guard, keys=keys, metrics=app.state.metrics, sdk_generation=sdk_generation)
     app.add_middleware(Limits, max_body_bytes=max_upload_bytes, max_requests=max_requests)
     for part in (rest, process, filesystem, files):
         app.include_router(part.router)
@@ -73,7 +75,10 @@ def create_app(
 async def _sweep(pool: Pool) -> None:
     while True:
         await asyncio.sleep(SWEEP_EVERY_S)
-        await asyncio.to_thread(recovery.sweep, pool.home)
+        try:
+            await asyncio.to_thread(recovery.sweep, pool.home)
+        except (OpenK3Error, OSError) as error:
+            events.emit(pool.home, "sweep_failed", "", reason=str(error))
 
 
 async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
@@ -99,23 +104,31 @@ async def _metrics(request: Request) -> Response:
     return Response(text, media_type="text/plain; version=0.0.4")
 
 
-Next = Callable[[Request], Awaitable[Response]]
+class Guard:
+    """Asks for the API key and counts answers. Pure ASGI, so that routes hear of a hang-up."""
 
+    def __init__(self, app: App, keys: ApiKeys, metrics: Metrics, sdk_generation: int) -> None:
+        self.app, self.keys, self.metrics = app, keys, metrics
+        self.sdk_generation = sdk_generation
 
-def _guard(
-    keys: ApiKeys, metrics: Metrics, sdk_generation: int
-) -> Callable[[Request, Next], Awaitable[Response]]:
-    async def guard(request: Request, call_next: Next) -> Response:
-        path = request.url.path
-        if not path.startswith(OPEN_PATHS) and not keys.accept(given_key(request.headers)):
-            return JSONResponse({"code": 401, "message": "API key missing or wrong"}, 401)
-        if sdk_generation == 1 and path.startswith("/v2/") and request.method == "POST":
-            return JSONResponse({"code": 405, "message": "method not allowed"}, 405)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        path, key = scope["path"], given_key(Headers(scope=scope))
+        if not path.startswith(OPEN_PATHS) and not self.keys.accept(key):
+            return await _refusal(401, "API key missing or wrong")(scope, receive, send)
+        if self.sdk_generation == 1 and path.startswith("/v2/") and scope["method"] == "POST":
+            return await _refusal(405, "method not allowed")(scope, receive, send)
         started = time.perf_counter()
-        response = await call_next(request)
-        route = request.scope.get("route")
-        operation = getattr(route, "name", "unknown")
-        metrics.observe(operation, response.status_code, time.perf_counter() - started)
-        return response
 
-    return guard
+        async def observed(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                operation = getattr(scope.get("route"), "name", "unknown")
+                self.metrics.observe(operation, message["status"], time.perf_counter() - started)
+            await send(message)
+
+        return await self.app(scope, receive, observed)
+
+
+def _refusal(code: int, message: str) -> JSONResponse:
+    return JSONResponse({"code": code, "message": message}, code)

@@ -97,6 +97,8 @@ async def create(body: NewSandbox, request: Request) -> dict[str, Any]:
         allow_files_only=not body.auto_pause_memory,
     )
     await connection.close()
+    if await request.is_disconnected():  # nobody will learn its id
+        await service.pool.kill(record.id)
     return service.created(record)
 
 
@@ -206,6 +208,9 @@ async def fork(sandbox_id: str, request: Request, body: Fork | None = None) -> l
         record, connection = item
         await connection.close()
         rows.append({"sandbox": service.created(record)})
+    if await request.is_disconnected():
+        for row in rows:
+            await service.pool.kill(row.get("sandbox", {}).get("sandboxID", ""))
     return rows
 
 

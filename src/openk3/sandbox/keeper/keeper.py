@@ -265,8 +265,8 @@ class Keeper:
             await self.machine.destroy()
             remove_tree(self.home.box(self.record.id), self.home.path)
             self.deleted = True
-            events.emit(self.home, "killed", self.record.id, reason=reason)
             self.done.set()
+            events.emit(self.home, "killed", self.record.id, reason=reason)
 
     async def crash(self, reason: str) -> None:
         """The machine is gone: back to the last generation, paused, or lost without one."""

@@ -50,6 +50,8 @@ class Watch:
         keeper, last_ping = self.keeper, time.monotonic()
         while not keeper.done.is_set():
             await asyncio.sleep(1.0)
+            if not keeper.home.box(keeper.record.id).exists():
+                await keeper.end("its folder was deleted")
             if keeper.busy or not keeper.committed:
                 continue
             if keeper.machine.group.oom_kills() > self.num_oom_kills:
