@@ -2,9 +2,11 @@
 
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
+import termios
 
 import pytest
 
@@ -34,6 +36,46 @@ def test_a_sandbox_lives_between_commands(home, gvisor):  # noqa: F811
     again = k3("kill", box_id, at=home)
     assert (again.returncode, again.stderr) == (1, f"no sandbox {box_id}\n".encode())
     assert k3("ls", at=home).stdout == b""
+
+
+def test_shell_is_a_terminal_inside(home, gvisor):  # noqa: F811
+    box_id = k3("new", "--timeout", "600", at=home).stdout.decode().strip()
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (33, 101))
+    command = [sys.executable, "-m", "openk3", "sandbox", "shell", box_id]
+    env = {**os.environ, "OPENK3_SANDBOX_HOME": str(home.path)}
+    shell = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True
+    )
+    os.close(theirs)
+
+    def answer(typed: str, expected: str) -> None:
+        os.write(ours, typed.encode())
+        seen = b""
+        while expected.encode() not in seen:
+            assert select.select([ours], [], [], 60)[0], f"{expected!r} is not in {seen!r}"
+            seen += os.read(ours, 4096)
+
+    try:
+        answer("", "$")
+        answer("stty size\n", "33 101")
+        termios.tcsetwinsize(ours, (44, 55))
+        shell.send_signal(signal.SIGWINCH)
+        answer("until [ \"$(stty size)\" = '44 55' ]; do :; done; echo now-$((6 * 7))\n", "now-42")
+        answer("echo go-$((6 * 7)); sleep 1000\n", "go-42")
+        answer("\x03echo interrupted-$((6 * 7))\n", "interrupted-42")
+        os.write(ours, b"exit 5\n")
+        with pytest.raises(OSError, match="Input/output"):  # how a terminal says that all have left
+            while True:
+                os.read(ours, 4096)
+        assert shell.wait(60) == 5
+    finally:
+        shell.kill()
+        shell.wait()
+    os.close(ours)
+    refused = k3("shell", box_id, at=home)
+    assert b"needs a terminal" in refused.stderr
+    assert k3("kill", box_id, at=home).returncode == 0
 
 
 def test_server_tells_what_the_sdk_needs_and_stops_when_interrupted(home, gvisor):  # noqa: F811

@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import os
-import shutil
 import signal
 import sys
 import time
@@ -179,9 +178,8 @@ async def shell(options: argparse.Namespace, pool: Pool) -> int:
     if not sys.stdin.isatty():
         raise InputError("k3 sandbox shell needs a terminal; use k3 sandbox run")
     box = await Sandbox.connect(options.id, pool=pool)
-    size = shutil.get_terminal_size()
-    cmd = ["/bin/sh", "-c", "exec bash -l 2>/dev/null || exec sh -l"]
-    job = await box.start(cmd, tty=(size.lines, size.columns))
+    cmd = ["/bin/sh", "-c", "command -v bash >/dev/null && exec bash -l; exec sh -l"]
+    job = await box.start(cmd, tty=_terminal_size())
     loop = asyncio.get_running_loop()
     before = termios.tcgetattr(0)
     tasks: set[asyncio.Task[Any]] = set()
@@ -191,19 +189,28 @@ async def shell(options: argparse.Namespace, pool: Pool) -> int:
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
-    def resized() -> None:
-        now = shutil.get_terminal_size()
-        spawn(job.resize(now.lines, now.columns))
+    def typed() -> None:
+        if piece := os.read(0, 4096):
+            spawn(job.send(piece))
+        else:
+            loop.remove_reader(0)
+            job.close_stdin()
 
     try:
         tty.setraw(0)
-        loop.add_reader(0, lambda: spawn(job.send(os.read(0, 4096))))
-        loop.add_signal_handler(signal.SIGWINCH, resized)
+        loop.add_reader(0, typed)
+        loop.add_signal_handler(signal.SIGWINCH, lambda: spawn(job.resize(*_terminal_size())))
         return await _show(job)
     finally:
         loop.remove_reader(0)
         termios.tcsetattr(0, termios.TCSADRAIN, before)
         await box.close()
+
+
+def _terminal_size() -> tuple[int, int]:
+    """(rows, columns); of a terminal that does not know, the usual ones."""
+    columns, rows = os.get_terminal_size(0)
+    return rows or 24, columns or 80
 
 
 async def _show(job: Process) -> int:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -10,6 +11,7 @@ import tarfile
 from pathlib import Path
 
 from openk3.errors import BackendError, InputError
+from openk3.sandbox import engines
 from openk3.sandbox.store.home import Home
 from openk3.sandbox.templates import catalog
 from openk3.sandbox.templates.catalog import Template
@@ -54,10 +56,21 @@ def _debootstrap(root: Path, suite: str) -> None:
         raise BackendError("debootstrap is not installed: apt-get install debootstrap")
     if os.geteuid() != 0:
         raise BackendError("debootstrap needs root; make the template from an OCI archive instead")
-    command = ["debootstrap", "--variant=minbase", suite, str(root)]
+    command = ["debootstrap", "--variant=minbase", *_mirror_words(suite, str(root))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise BackendError(f"debootstrap {suite}: {(done.stderr or done.stdout)[-400:]}")
+
+
+def _mirror_words(suite: str, root: str) -> list[str]:
+    """The suite from the mirror this machine uses; debootstrap's own default without one."""
+    for line in engines.mirror_lines(suite):
+        keyring = re.search(r"\[signed-by=(\S+)\]", line)
+        mirror = re.search(r"\s(\S+) \S+ main$", line)
+        if mirror:
+            key = [f"--keyring={keyring.group(1)}"] if keyring else []
+            return [*key, suite, root, mirror.group(1)]
+    return [suite, root]
 
 
 def _unpack_image(archive: Path, root: Path) -> None:
