@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import termios
+from contextlib import suppress
 
 import pytest
 
@@ -65,7 +66,7 @@ def test_shell_is_a_terminal_inside(home, gvisor):  # noqa: F811
         answer("echo go-$((6 * 7)); sleep 1000\n", "go-42")
         answer("\x03echo interrupted-$((6 * 7))\n", "interrupted-42")
         os.write(ours, b"exit 5\n")
-        with pytest.raises(OSError, match="Input/output"):  # how a terminal says that all have left
+        with suppress(OSError):  # how a terminal says that everybody has left
             while True:
                 os.read(ours, 4096)
         assert shell.wait(60) == 5
