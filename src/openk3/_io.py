@@ -73,16 +73,21 @@ def atomic_dir(path: str | Path) -> Iterator[Path]:
     try:
         aside.mkdir()
         yield aside
-        for folder, _, names in os.walk(aside):
-            for name in names:
-                _fsync_file(Path(folder) / name)
-            fsync_dir(Path(folder))
+        fsync_tree(aside)
         os.rename(aside, path)
         fsync_dir(path.parent)
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def fsync_tree(path: Path) -> None:
+    """Make every file below `path` durable."""
+    for folder, _, names in os.walk(path):
+        for name in names:
+            _fsync_file(Path(folder) / name)
+        fsync_dir(Path(folder))
 
 
 def _fsync_file(path: Path) -> None:

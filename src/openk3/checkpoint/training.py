@@ -59,30 +59,39 @@ class CheckpointFolder:
 
         Raises StorageError when the disk has no room; the older ones are then as they were.
         """
-        path = self.path / f"step_{checkpoint.step:08d}"
+        path = self.path_of(checkpoint.step)
         self.sweep()
         require_disk(self.path, _num_bytes(checkpoint) + (1 << 20), "a checkpoint")
         if path.exists():  # torn, or superseded by a resume from an earlier step
             self._drop(path)
         with atomic_dir(path) as folder:
-            files = {}
             for stem, tensors in checkpoint.tensors.items():
-                file = folder / f"{stem}.safetensors"
-                _write_tensors(file, tensors)
-                files[file.name] = {"bytes": file.stat().st_size, "crc32": _crc32(file)}
-            state = {
-                "schema": SCHEMA,
+                _write_tensors(folder / f"{stem}.safetensors", tensors)
+            facts = {
                 "step": checkpoint.step,
                 "deciding": dict(checkpoint.deciding),
                 "loop": dict(checkpoint.loop),
-                "files": files,
             }
-            state["crc32"] = _own_crc32(state)
-            (folder / "state.json").write_text(json.dumps(state, indent=1) + "\n", "utf-8")
+            write_state(folder, facts)
+        self._retain()
+        return path
+
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint of a step lies."""
+        return self.path / f"step_{step:08d}"
+
+    def publish(self, aside: Path, path: Path) -> None:
+        """Give a folder that was written and synced aside its name; drop those beyond `keep`."""
+        if path.exists():
+            self._drop(path)
+        os.rename(aside, path)
+        fsync_dir(self.path)
+        self._retain()
+
+    def _retain(self) -> None:
         if self.keep:
             for old in self._steps()[: -self.keep]:
                 self._drop(old)
-        return path
 
     def latest(self) -> Path | None:
         """The newest whole folder, or None; `passed_over` says what was wrong with newer ones."""
@@ -119,7 +128,7 @@ class CheckpointFolder:
 def check(path: str | Path) -> dict[str, Any]:
     """state.json of a whole checkpoint; CheckpointError says what is missing or corrupt."""
     path = Path(path)
-    state = _read_state(path)
+    state = read_state(path)
     for name, facts in state["files"].items():
         file = path / name
         if not file.is_file():
@@ -127,7 +136,7 @@ def check(path: str | Path) -> dict[str, Any]:
         size = file.stat().st_size
         if size != facts["bytes"]:
             raise CheckpointError(f"{file} is torn: {size} bytes, not {facts['bytes']}")
-        if _crc32(file) != facts["crc32"]:
+        if "crc32" in facts and _crc32(file) != facts["crc32"]:
             raise CheckpointError(f"{file} is corrupt: its CRC-32 is not the one in state.json")
     return state
 
@@ -136,6 +145,12 @@ def read(path: str | Path, *, only: tuple[str, ...] | None = None) -> Checkpoint
     """A checkpoint whole, or only the file stems in `only`. Raises CheckpointError."""
     path = Path(path)
     state = check(path)
+    if state.get("format") == "sharded":
+        from openk3.checkpoint.sharded import read_whole
+
+        parts = only or ("model", "optimizer")
+        whole = {part: read_whole(path, part) for part in parts}
+        return Checkpoint(state["step"], whole, state["deciding"], state["loop"])
     stems = [name.removesuffix(".safetensors") for name in state["files"]]
     try:
         tensors = {
@@ -160,7 +175,23 @@ def require_same(path: str | Path, saved: Mapping[str, Any], wanted: Mapping[str
         )
 
 
-def _read_state(path: Path) -> dict[str, Any]:
+def write_state(folder: Path, facts: Mapping[str, Any], *, with_checksums: bool = True) -> None:
+    """Write the state.json of a folder whose files are complete.
+
+    It records their sizes, and unless reading them all again would take too long their CRC-32s.
+    """
+    files: dict[str, dict[str, int]] = {}
+    for file in sorted(folder.iterdir()):
+        files[file.name] = {"bytes": file.stat().st_size}
+        if with_checksums:
+            files[file.name]["crc32"] = _crc32(file)
+    state = {"schema": SCHEMA, **facts, "files": files}
+    state["crc32"] = _own_crc32(state)
+    (folder / "state.json").write_text(json.dumps(state, indent=1) + "\n", "utf-8")
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """state.json, without a look at the files it lists. Raises CheckpointError."""
     if not (path / "state.json").exists():
         raise CheckpointError(f"{path} is no complete checkpoint: it has no state.json")
     state = read_json(path / "state.json", CheckpointError)

@@ -199,8 +199,10 @@ class Recipe:
         """The sections that decide the computed numbers, flat: `optim.lr` -> value.
 
         Dataset folders count by their content (the loader's fingerprint), not by their path.
+        How a batch is cut over processes and micro-batches decides nothing but rounding.
         """
         sections = dataclasses.asdict(self)
+        del sections["train"]["micro_sequences"]
         del sections["run"], sections["parallel"], sections["data"]["train"]
         return flatten(sections)
 

@@ -11,7 +11,8 @@ a run that was killed and resumed computes, bit for bit, what it would have comp
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +27,9 @@ from openk3.train.interrupt import StopWish
 from openk3.train.journal import Journal
 from openk3.train.observe import Observer
 from openk3.train.step import Stepper
+
+if TYPE_CHECKING:
+    from openk3.checkpoint.sharded import ShardedFolder
 
 Sampler = Callable[[int], Iterable[tuple[str, str]]]
 """step -> (prompt, continuation) pairs."""
@@ -43,7 +47,8 @@ class Progress:
 
 @dataclass
 class Trainer:
-    """A run in motion. `checkpoints`, `sampler` and the journal's run are the first process's."""
+    """A run in motion. `checkpoints` and the journal's run are the first process's; of a sharded
+    run every process has `sharded` instead, and `sampler`, because it takes all to sample."""
 
     recipe: Recipe
     stepper: Stepper
@@ -55,6 +60,7 @@ class Trainer:
     """Held-out batches of about so many tokens, 0 for all."""
     sampler: Sampler | None = None
     checkpoints: CheckpointFolder | None = None
+    sharded: "ShardedFolder | None" = None
     stop: StopWish = field(default_factory=StopWish)
     progress: Progress = field(default_factory=Progress)
     last_evaluation: Evaluation | None = None
@@ -74,11 +80,13 @@ class Trainer:
         while not self.finished:
             if self._asked_to_stop():
                 self.save()
+                self._settle()
                 self._event("interrupt", f"stopped after step {self.progress.step}")
                 return False
             self.take_step()
             self._now_and_then()
         self.save()
+        self._settle()
         self._event("done", f"step {self.progress.step}")
         return True
 
@@ -154,6 +162,9 @@ class Trainer:
         if self.sampler is not None and (_due(run.sample_every, step) or last):
             for prompt, text in self.sampler(step):
                 self.journal.sample(prompt, text, self.axes())
+        self.stepper.masters.release()
+        if self.sharded is not None:
+            self._written(self.sharded.finished())
         if _due(run.checkpoint_every, step) and not last:
             self.save()
 
@@ -167,14 +178,28 @@ class Trainer:
         return found
 
     def save(self) -> None:
-        """Write a checkpoint of this step, once. Every process must call this."""
-        if self.progress.step == self._saved_step:
+        """Write a checkpoint of this step, or begin to, once. Every process must call this."""
+        step = self.progress.step
+        if step == self._saved_step:
+            return
+        self._saved_step = step
+        if self.sharded is not None:
+            boxes = self.stepper.masters.boxes(self.stepper.optimizer)
+            self._written(self.sharded.save(step, boxes, self.deciding, self.loop_state()))
             return
         if self.checkpoints is not None:
-            path = self.checkpoints.save(self.checkpoint())
-            self._event("checkpoint", str(path))
-        self._saved_step = self.progress.step
+            self._written(self.checkpoints.save(self.checkpoint()))
         self.world.barrier()
+
+    def _settle(self) -> None:
+        """Wait until what was begun is whole."""
+        if self.sharded is not None:
+            self._written(self.sharded.wait())
+            self.world.barrier()
+
+    def _written(self, path: Path | None) -> None:
+        if path is not None:
+            self._event("checkpoint", str(path))
 
     def checkpoint(self) -> Checkpoint:
         """Everything the next step depends on."""
@@ -183,13 +208,17 @@ class Trainer:
             step=self.progress.step,
             tensors={"model": stepper.masters.state(), "optimizer": stepper.optimizer.state()},
             deciding=self.deciding,
-            loop={
-                "model": self.model.config.to_hf(),
-                "position": self.loader.position,
-                "guard": stepper.guard.state(),
-                "progress": self.axes(),
-            },
+            loop=self.loop_state(),
         )
+
+    def loop_state(self) -> dict[str, Any]:
+        """The small state: model config, data position, guard, counters."""
+        return {
+            "model": self.model.config.to_hf(),
+            "position": self.loader.position,
+            "guard": self.stepper.guard.state(),
+            "progress": self.axes(),
+        }
 
     def restore_tensors(self, saved: Checkpoint) -> None:
         """Weights and optimizer state of a checkpoint. Raises CheckpointError on a misfit."""

@@ -15,6 +15,7 @@ from openk3.config.recipe import Recipe
 from openk3.errors import CheckpointError
 from openk3.model.init import cast
 from openk3.model.k3 import K3
+from openk3.optim.optimizer import Optimizer
 from openk3.parallel.world import World
 
 
@@ -84,6 +85,14 @@ class Masters:
         """Round the masters into the model's parameters."""
         for parameter, master in self._copies:
             parameter.copy_(master)
+
+    def release(self) -> None:
+        """Nothing is gathered that could be dropped."""
+
+    def num_bytes(self, optimizer: Optimizer) -> int:
+        """Size of a checkpoint."""
+        state = [*self.state().values(), *optimizer.state().values()]
+        return sum(t.numel() * t.element_size() for t in state)
 
     def state(self) -> dict[str, Tensor]:
         """Masters and the model's persistent buffers by published name; not copies."""

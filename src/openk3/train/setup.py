@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from openk3._io import atomic_file, derive_seed, require_disk
-from openk3.checkpoint.training import CheckpointFolder, read, require_same
+from openk3.checkpoint.training import CheckpointFolder, read, read_state, require_same
 from openk3.config.dump import to_dict
 from openk3.config.load import from_dict
 from openk3.config.recipe import Recipe
@@ -22,6 +22,7 @@ from openk3.obs import log, sinks
 from openk3.obs.run import RunFolder, is_run, read_config
 from openk3.optim.groups import assign_all
 from openk3.optim.optimizer import Optimizer
+from openk3.parallel.layout import resolve
 from openk3.parallel.world import World
 from openk3.text.image import CONFIG_NAME as IMAGE_CONFIG
 from openk3.text.tokenizer import Tokenizer
@@ -45,7 +46,7 @@ def build_trainer(
 ) -> Trainer:
     """A Trainer at step 0 that writes nothing yet. Raises ConfigError."""
     batch_rows = micro_rows(recipe, world.size)
-    if recipe.parallel.zero:
+    if is_sharded(recipe, world):
         from openk3.train.sharded import build_sharded  # FSDP takes seconds to import
 
         masters, optimizer = build_sharded(recipe, world)
@@ -92,6 +93,14 @@ def micro_rows(recipe: Recipe, world_size: int) -> int:
     return micro
 
 
+def is_sharded(recipe: Recipe, world: World) -> bool:
+    """Whether the processes share the state; one alone holds it whatever `parallel.zero` says.
+
+    Raises ConfigError for a layout that this number of processes cannot have.
+    """
+    return recipe.parallel.zero > 0 and resolve(recipe.parallel, world.size).world > 1
+
+
 def build_whole(recipe: Recipe, world: World) -> tuple[Masters, Optimizer]:
     """Model, weights and optimizer of which every process holds everything."""
     model = K3(recipe.model, seed=recipe.train.seed).to(world.device)
@@ -102,9 +111,14 @@ def build_whole(recipe: Recipe, world: World) -> tuple[Masters, Optimizer]:
     return masters, Optimizer(masters.weights, assignments, recipe.optim)
 
 
-def make_sampler(recipe: Recipe, model: K3, tokenizer: Tokenizer) -> Sampler:
-    """Continue the recipe's prompts; the seed depends on the step only."""
-    settings = recipe.run
+def make_sampler(
+    recipe: Recipe, model: K3, tokenizer: Tokenizer, *, in_step: bool = False
+) -> Sampler:
+    """Continue the recipe's prompts; the seed depends on the step only.
+
+    in_step: always make `sample_tokens` forward passes, because other processes do.
+    """
+    settings, eos = recipe.run, tokenizer.eos_id
 
     def sample(step: int) -> Iterator[tuple[str, str]]:
         for i, prompt in enumerate(settings.sample_prompts):
@@ -115,18 +129,18 @@ def make_sampler(recipe: Recipe, model: K3, tokenizer: Tokenizer) -> Sampler:
                 temperature=0.7,
                 top_p=0.95,
                 seed=derive_seed(recipe.train.seed, "sample", step, i),
-                stop_ids=[tokenizer.eos_id],
+                stop_ids=[] if in_step else [eos],
             )
-            yield prompt, tokenizer.decode(out[0, ids.shape[1] :].tolist(), skip_special=True)
+            said = out[0, ids.shape[1] :].tolist()
+            said = said[: said.index(eos)] if eos in said else said
+            yield prompt, tokenizer.decode(said, skip_special=True)
 
     return sample
 
 
 def disk_bytes(trainer: Trainer) -> int:
     """What a run writes at most: checkpoints kept, one being written, and its rows."""
-    stepper = trainer.stepper
-    state = [*stepper.masters.state().values(), *stepper.optimizer.state().values()]
-    one = sum(t.numel() * t.element_size() for t in state)
+    one = trainer.stepper.masters.num_bytes(trainer.stepper.optimizer)
     steps, run = trainer.recipe.train.steps, trainer.recipe.run
     kept = run.keep_checkpoints or steps // max(1, run.checkpoint_every) + 1
     return one * (kept + 1) + steps * 1000 + (16 << 20)
@@ -158,6 +172,8 @@ def training(
     trainer = build_trainer(recipe, data, world, loss=loss)
     if resume:
         _continue(trainer, checkpoints)
+    if is_sharded(recipe, world):
+        _share_in(trainer, data, checkpoints)
     if not world.is_main:
         yield trainer
         return
@@ -168,9 +184,12 @@ def training(
         for sentence in checkpoints.passed_over:
             log.get("train").warning("passed over a checkpoint: %s", sentence)
         checkpoints.sweep()
-        trainer.journal.run, trainer.checkpoints = run, checkpoints
-        if tokenizer := _keep_companions(data.datasets, folder):
-            trainer.sampler = make_sampler(recipe, trainer.model, tokenizer)
+        trainer.journal.run = run
+        tokenizer = _keep_companions(data.datasets, folder)
+        if trainer.sharded is None:
+            trainer.checkpoints = checkpoints
+            if tokenizer:
+                trainer.sampler = make_sampler(recipe, trainer.model, tokenizer)
         yield trainer
 
 
@@ -188,18 +207,33 @@ def check_folder(recipe: Recipe, folder: Path, resume: bool) -> None:
 
 def _continue(trainer: Trainer, checkpoints: CheckpointFolder) -> None:
     """Bring every process to the newest whole checkpoint; without one the run starts over."""
-    world, saved = trainer.world, None
+    world, stepper, path = trainer.world, trainer.stepper, None
     if world.is_main and (path := checkpoints.latest()):
-        saved = read(path)
-        require_same(path, saved.deciding, trainer.deciding)
-        trainer.restore_tensors(saved)
-    loop = world.share(None if saved is None else saved.loop)
-    if loop is None:
+        require_same(path, read_state(path)["deciding"], trainer.deciding)
+    path = world.share(path)
+    if path is None:
         return
-    stepper = trainer.stepper
-    world.copy_from_main([*stepper.masters.state().values(), *stepper.optimizer.state().values()])
-    stepper.masters.publish()
-    trainer.restore_loop(loop)
+    if is_sharded(trainer.recipe, world):
+        from openk3.checkpoint.sharded import fill
+
+        fill(path, stepper.masters.boxes(stepper.optimizer))
+    else:
+        if world.is_main:
+            trainer.restore_tensors(read(path))
+        state = [*stepper.masters.state().values(), *stepper.optimizer.state().values()]
+        world.copy_from_main(state)
+        stepper.masters.publish()
+    trainer.restore_loop(read_state(path)["loop"])
+
+
+def _share_in(trainer: Trainer, data: Data, checkpoints: CheckpointFolder) -> None:
+    """Give every process of a sharded run its part in saving and sampling."""
+    from openk3.checkpoint.sharded import ShardedFolder
+
+    trainer.sharded = ShardedFolder(checkpoints)
+    if path := data.datasets[0].tokenizer_path:
+        tokenizer = load_tokenizer(path)
+        trainer.sampler = make_sampler(trainer.recipe, trainer.model, tokenizer, in_step=True)
 
 
 def _open_folder(trainer: Trainer, folder: Path, resume: bool) -> RunFolder:

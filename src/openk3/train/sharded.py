@@ -4,6 +4,7 @@ FSDP2 keeps them and makes the layers' copies of them whenever it gathers, so th
 to publish.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from openk3.checkpoint.sharded import Box, whole_bytes
 from openk3.config.recipe import Recipe
 from openk3.errors import ConfigError
 from openk3.model.k3 import K3
@@ -72,6 +74,26 @@ class ShardedMasters:
 
     def publish(self) -> None:
         """Nothing to do: the next gathering takes the new values."""
+
+    def release(self) -> None:
+        """Drop what evaluating or sampling has gathered."""
+        self.sharded.release()
+
+    def num_bytes(self, optimizer: Optimizer) -> int:
+        """Size of a checkpoint, all processes together."""
+        return sum(whole_bytes(named) for named in self.boxes(optimizer).values())
+
+    def boxes(self, optimizer: Optimizer) -> dict[str, dict[str, Box]]:
+        """What a checkpoint holds, as the rows that are here."""
+        tensors = {"model": self.state(), "optimizer": optimizer.state()}
+        return {
+            part: {name: self._box(name, t) for name, t in named.items()}
+            for part, named in tensors.items()
+        }
+
+    def _box(self, name: str, tensor: Tensor) -> Box:
+        piece = self.sharded.pieces.get(re.sub(r"^(muon|adam\.[mv])\.", "", name))
+        return Box.whole(tensor) if piece is None else Box(tensor, piece.shape, piece.rows[0])
 
     def state(self) -> dict[str, Tensor]:
         """The rows here and the model's persistent buffers by published name; not copies."""
