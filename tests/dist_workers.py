@@ -52,7 +52,7 @@ class Crew:
         failed = {r: text for r, (ok, text) in answers.items() if not ok}
         silent = [r for r in range(self.size) if r not in answers]
         if failed or silent:
-            self.close()
+            self.close(patience=0)
             told = "\n".join(f"--- rank {r}:\n{text}" for r, text in sorted(failed.items()))
             raise AssertionError(f"ranks {silent} gave no answer\n{told}" if silent else told)
         return [answers[r][1] for r in range(self.size)]
@@ -69,12 +69,12 @@ class Crew:
             self._pipes.append(here)
             self._processes.append(process)
 
-    def close(self):
-        """End the processes."""
+    def close(self, patience=GRACE_S):
+        """End the processes, by force those that do not end in time."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            process.join(GRACE_S)
+            process.join(patience)
             if process.is_alive():
                 process.kill()
                 process.join()

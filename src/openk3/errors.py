@@ -37,6 +37,10 @@ class DivergedError(OpenK3Error, ArithmeticError):
     """Training met too many bad steps in a row, or a model's outputs are not finite."""
 
 
+class LostProcessError(OpenK3Error, RuntimeError):
+    """Another process of a distributed run died, froze or failed, so this one cannot go on."""
+
+
 class NotFoundError(OpenK3Error, LookupError):
     """No sandbox, file, command or session of that name exists."""
 

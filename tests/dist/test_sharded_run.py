@@ -8,10 +8,17 @@ import torch
 from dist_workers import crew
 from tiny_run import tiny_recipe, write_tiny_data
 
+import openk3
 from openk3.checkpoint import training as checkpoints
+from openk3.checkpoint.bridge import to_training
+from openk3.checkpoint.convert import convert, verify
+from openk3.checkpoint.hf.save import Target
+from openk3.checkpoint.sharded import Box, fill
 from openk3.config.recipe import ParallelRecipe
+from openk3.errors import CheckpointError
 from openk3.obs.metrics import read_rows
 from openk3.parallel.world import World
+from openk3.train.setup import build_whole
 
 pytestmark = pytest.mark.dist
 
@@ -107,3 +114,46 @@ def test_resuming_in_the_same_layout_is_bitwise(recipe, tmp_path):
     events = [r for r in read_rows(tmp_path / "stopped/metrics.jsonl") if r["kind"] == "event"]
     assert sum(e["what"] == "checkpoint" for e in events) == 4  # after steps 2, 3, 4 and 6
     assert "eval" in rows
+
+
+def rows_from(world, recipe, path):
+    """The weights that a process takes from a checkpoint, as (first row, whole shape, rows)."""
+    from openk3.checkpoint.sharded import fill
+    from openk3.train.sharded import build_sharded
+
+    masters, optimizer = build_sharded(recipe, world)
+    model = masters.boxes(optimizer)["model"]
+    fill(path, {"model": model})
+    return {n: (box.start, box.shape, box.rows.detach().cpu()) for n, box in model.items()}
+
+
+def test_to_the_published_layout_and_back(recipe, tmp_path):
+    crew(4).run(run, on(recipe, FOUR), tmp_path / "r", 2)
+    saved = checkpoints.read(tmp_path / "r/checkpoints/step_00000002").tensors["model"]
+    found = convert(tmp_path / "r", tmp_path / "hf", Target(dtype="F32", expert_ranks=2))
+    assert len(found.entries) == len(saved)
+    assert verify(tmp_path / "r", tmp_path / "hf").max_difference == 0
+    for name, tensor in openk3.load(tmp_path / "hf").state_dict().items():
+        assert torch.equal(tensor, saved[name]), name
+    back = to_training(tmp_path / "hf", tmp_path / "back")
+    for rows in crew(4).run(rows_from, on(recipe, TWO), back):
+        for name, (start, shape, here) in rows.items():
+            assert shape == saved[name].shape
+            assert torch.equal(here, saved[name][start : start + len(here)]), name
+
+
+def test_a_checkpoint_of_another_model_is_refused(recipe, tmp_path):
+    crew(4).run(run, on(recipe, FOUR), tmp_path / "r", 2)
+    path = tmp_path / "r/checkpoints/step_00000002"
+    masters, optimizer = build_whole(on(recipe, ParallelRecipe()), World())
+    boxes = {n: Box.whole(t) for n, t in masters.state().items()}
+    name = "layers.1.block_sparse_moe.experts.w1"
+    with pytest.raises(CheckpointError, match=r"1 tensors differ, first 'model/norm.weight'"):
+        fill(path, {"model": {n: b for n, b in boxes.items() if n != "norm.weight"}})
+    boxes[name] = Box(boxes[name].rows[:, :8].clone(), (8, 8, 16))
+    with pytest.raises(CheckpointError, match=r"w1' with shape \[8, 16, 16\]; .* \[8, 8, 16\]"):
+        fill(path, {"model": boxes})
+    file = next(path.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="is torn"):
+        checkpoints.read(path)

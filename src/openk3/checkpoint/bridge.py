@@ -43,10 +43,16 @@ def open_training(path: Path) -> Survey:
     """One training checkpoint, its checksums verified, as a folder of stacked weights."""
     state = training.check(path)
     raw = state.get("loop", {}).get("model")
-    if not isinstance(raw, dict) or "model.safetensors" not in state["files"]:
+    sharded = state.get("format") == "sharded"
+    if not isinstance(raw, dict) or not (sharded or "model.safetensors" in state["files"]):
         raise CheckpointError(f"{path} holds no model")
     config = ModelConfig.from_hf(raw).replace(quantization=None)  # masters are never packed
-    entries = read_header(path / "model.safetensors")
+    if sharded:
+        from openk3.checkpoint.sharded_source import entries_of
+
+        entries = entries_of(path)
+    else:
+        entries = read_header(path / "model.safetensors")
     return usable(compare(Survey(path, config, config.to_hf(), entries)))
 
 

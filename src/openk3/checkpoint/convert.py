@@ -14,7 +14,7 @@ from openk3.checkpoint.hf.layout import is_float32
 from openk3.checkpoint.hf.load import load
 from openk3.checkpoint.hf.read import FileReader
 from openk3.checkpoint.hf.save import RANKS, Target, planned_bytes, write_weights
-from openk3.checkpoint.hf.source import FolderSource
+from openk3.checkpoint.hf.source import FolderSource, Source
 from openk3.checkpoint.trained import is_training_output, load_trained
 from openk3.errors import CheckpointError, InputError
 
@@ -53,7 +53,7 @@ def convert(
     check(found, how)
     with FileReader(mapped=False) as reader:
         write_weights(
-            FolderSource(found, reader),
+            _source(found, reader),
             found.config,
             target,
             how,
@@ -76,7 +76,15 @@ def check(found: Survey, how: Target) -> int:
             "the stacked layout keeps a layer's experts in one tensor; it has no ranks"
         )
     with FileReader(mapped=False) as reader:
-        return planned_bytes(FolderSource(found, reader), found.config, how)
+        return planned_bytes(_source(found, reader), found.config, how)
+
+
+def _source(found: Survey, reader: FileReader) -> Source:
+    if not (found.path / ".metadata").exists():
+        return FolderSource(found, reader)
+    from openk3.checkpoint.sharded_source import ShardedSource
+
+    return ShardedSource(found.path)
 
 
 def lossless(found: Survey, how: Target) -> bool:

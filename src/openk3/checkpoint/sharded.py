@@ -164,9 +164,11 @@ def fill(path: Path, boxes: Boxes) -> None:
     """
     wanted = {f"{part}/{n}": box for part, named in boxes.items() for n, box in named.items()}
     if read_state(path).get("format") == FORMAT:
-        shapes = {name: tuple(facts.size) for name, facts in tensors_of(path).items()}
+        parts = tuple(f"{part}/" for part in boxes)
+        saved = {n: facts for n, facts in tensors_of(path).items() if n.startswith(parts)}
+        shapes = {name: tuple(facts.size) for name, facts in saved.items()}
         _require_fit(path, shapes, wanted)
-        _read(path, wanted)
+        read_boxes(path, wanted)
         return
     for part, named in boxes.items():
         with safe_open(path / f"{part}.safetensors", "pt") as file:
@@ -205,7 +207,7 @@ def read_whole(path: Path, part: str, names: tuple[str, ...] | None = None) -> d
         for name, facts in found.items()
         if names is None or name in names
     }
-    _read(path, {f"{part}/{name}": Box.whole(t) for name, t in tensors.items()})
+    read_boxes(path, {f"{part}/{name}": Box.whole(t) for name, t in tensors.items()})
     return tensors
 
 
@@ -219,7 +221,8 @@ def tensors_of(path: Path) -> dict[str, TensorStorageMetadata]:
     return {n: facts for n, facts in held.items() if isinstance(facts, TensorStorageMetadata)}
 
 
-def _read(path: Path, boxes: dict[str, Box]) -> None:
+def read_boxes(path: Path, boxes: Mapping[str, Box]) -> None:
+    """Fill boxes, by part/name, from a sharded checkpoint. Raises CheckpointError."""
     some = {name: box for name, box in boxes.items() if box.rows.numel()}
     try:
         dcp.load(some, storage_reader=FileSystemReader(path), planner=_LoadPlanner(), no_dist=True)

@@ -169,6 +169,8 @@ class RunRecipe:
     """Tokens of a sample."""
     observe_every: int = 50
     """Steps between rows about experts, AttnRes weights and decay; 0 turns them off."""
+    hang_seconds: float = 600
+    """With several processes: time without progress after which the run ends and says why."""
     trackers: tuple[str, ...] = ()
     """Send metrics there too: wandb, trackio, tensorboard."""
 
@@ -176,6 +178,7 @@ class RunRecipe:
         at_least(self, 0, "threads", "checkpoint_every", "keep_checkpoints")
         at_least(self, 0, "eval_every", "eval_tokens", "final_eval_tokens")
         at_least(self, 0, "sample_every", "sample_tokens", "observe_every")
+        at_least(self, 1, "hang_seconds")
 
 
 @dataclass(frozen=True, kw_only=True)

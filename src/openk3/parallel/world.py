@@ -7,9 +7,9 @@ the order they are given, in buckets of fixed size, so equal runs add in equal o
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,25 @@ BUCKET_BYTES = 32 << 20
 """Gradients travel in flat buffers of about this size."""
 
 
+class Pulse:
+    """Where a process is, for whoever watches it."""
+
+    def __init__(self) -> None:
+        self.step, self.phase, self.count = 0, "start", 0
+        self.listener: Callable[[], None] | None = None
+        """Called after every change."""
+
+    def at(self, phase: str, step: int | None = None) -> None:
+        """Note progress: another phase, or another piece of the same one."""
+        self.step, self.phase = self.step if step is None else step, phase
+        self.count += 1
+        if self.listener is not None:
+            self.listener()
+
+    def __str__(self) -> str:
+        return f"step {self.step}, phase {self.phase}"
+
+
 @dataclass(frozen=True)
 class World:
     """This process among `size` equal ones."""
@@ -30,6 +49,7 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = CPU
+    pulse: Pulse = field(default_factory=Pulse, compare=False)
 
     @property
     def is_main(self) -> bool:

@@ -50,6 +50,7 @@ def evaluate(model: K3, batches: Iterable[Batch], world: World) -> Evaluation:
     model.eval()
     sums = torch.zeros(5, dtype=torch.float64, device=world.device)
     for batch in batches:
+        world.pulse.at("evaluate")
         batch = batch.to(world.device)
         hidden = packed_hidden(model, batch)
         losses = token_losses(hidden, model.lm_head.weight, batch.targets.view(1, -1))

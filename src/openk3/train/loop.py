@@ -22,6 +22,7 @@ from openk3.config.recipe import Recipe
 from openk3.data.loader import Batch, Loader
 from openk3.errors import DivergedError
 from openk3.optim.schedule import cosine
+from openk3.parallel.watchdog import watched
 from openk3.train.evaluate import Evaluation, evaluate
 from openk3.train.interrupt import StopWish
 from openk3.train.journal import Journal
@@ -74,8 +75,13 @@ class Trainer:
     def fit(self) -> bool:
         """Train to the last step, or until asked to stop; True when the last step is done.
 
-        Raises DivergedError after too many bad steps in a row, StorageError when the disk is full.
+        Raises DivergedError after too many bad steps in a row, StorageError when the disk is full,
+        LostProcessError when another process is gone.
         """
+        with watched(self.world, self.recipe.run.hang_seconds):
+            return self._fit()
+
+    def _fit(self) -> bool:
         self.prepare()
         while not self.finished:
             if self._asked_to_stop():
@@ -103,6 +109,7 @@ class Trainer:
     def take_step(self) -> None:
         """One optimizer step on the next rows, and its row and line."""
         progress = self.progress
+        self.world.pulse.at("data", progress.step + 1)
         started = time.perf_counter()
         seed = derive_seed(self.recipe.train.seed, "step", progress.step, self.world.rank)
         torch.manual_seed(seed)
@@ -160,6 +167,7 @@ class Trainer:
         if self.recipe.data.eval_split and (_due(run.eval_every, step) or last):
             self.evaluate(run.final_eval_tokens if last else run.eval_tokens)
         if self.sampler is not None and (_due(run.sample_every, step) or last):
+            self.world.pulse.at("sample")
             for prompt, text in self.sampler(step):
                 self.journal.sample(prompt, text, self.axes())
         self.stepper.masters.release()
@@ -183,6 +191,7 @@ class Trainer:
         if step == self._saved_step:
             return
         self._saved_step = step
+        self.world.pulse.at("checkpoint")
         if self.sharded is not None:
             boxes = self.stepper.masters.boxes(self.stepper.optimizer)
             self._written(self.sharded.save(step, boxes, self.deciding, self.loop_state()))

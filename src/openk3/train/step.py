@@ -122,6 +122,7 @@ class Stepper:
         counts = self.world.sum(counts.to(self.world.device))
         num_tokens, num_positions, num_bytes = (int(n) for n in counts)
         total = self._gradients(batches, num_tokens, probe)
+        self.world.pulse.at("reduce")
         grads = self.masters.summed_grads(self.world)
         norm = self.masters.norm(grads)
         loss = float(self.world.sum(total)) / max(1, num_tokens)
@@ -135,6 +136,7 @@ class Stepper:
     def _gradients(self, batches: Sequence[Batch], num_tokens: int, probe: Probe | None) -> Tensor:
         total = torch.zeros((), device=self.world.device)
         for i, batch in enumerate(batches):
+            self.world.pulse.at("forward and backward")
             with self.masters.micro_batch(last=i + 1 == len(batches)):
                 loss = self.loss(self.model, batch, probe if i == 0 else None)
                 (loss / max(1, num_tokens)).backward()
@@ -142,6 +144,7 @@ class Stepper:
         return total
 
     def _update(self, grads: list[Tensor], norm: float, lr: float) -> tuple[float | None, int]:
+        self.world.pulse.at("update")
         limit = self.recipe.clip_norm
         if 0 < limit < norm:
             torch._foreach_mul_(grads, limit / norm)
