@@ -45,3 +45,7 @@ class ShardedSource:
 
     def packed(self, parameter: Parameter, expert: int) -> mx.Quantized:
         raise CheckpointError(f"{self._path}: {parameter.name} is float32, not MXFP4")
+
+    def where(self, parameter: Parameter, expert: int | None = None) -> str:
+        name = parameter.name if expert is None else f"{parameter.name}[{expert}]"
+        return f"{self._path}: {name}"
