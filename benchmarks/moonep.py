@@ -28,7 +28,7 @@ from openk3.parallel.experts import keep_block
 from openk3.parallel.moonep import MoonEPDispatcher
 from openk3.parallel.moonep.simulate import Workload, draw_routing, popularity
 
-CPU_SHAPE = Workload(num_experts=16, top_k=4, tokens=512, latent=256, inner=256)
+CPU_SHAPE = Workload(num_experts=16, top_k=4, tokens=2048, latent=256, inner=256)
 GPU_SHAPE = Workload(num_experts=64, top_k=16, tokens=8192, latent=3584, inner=3072)
 CHECK_TOKENS, CHECK_EXPERTS = 300, 16
 
@@ -75,13 +75,15 @@ def make_case(
     return Case(x, ids, torch.rand(ids.shape, device=device) + 0.1, d_out)
 
 
-def dispatchers(shape: Workload, device: str, dtype: torch.dtype) -> dict[str, Callable]:
+def dispatchers(
+    shape: Workload, device: str, dtype: torch.dtype, one_sided: bool
+) -> dict[str, Callable]:
     group = dist.group.WORLD
     found = {
         "plain": AllToAllDispatcher(group, shape.num_experts),
         "balanced": MoonEPDispatcher(group, shape.num_experts),
     }
-    if device == "cuda":
+    if one_sided:
         from openk3.parallel.moonep.symmetric import Shapes, over_nvlink
 
         shapes = Shapes(
@@ -117,14 +119,14 @@ def timed(call: Callable[[], object], device: str) -> float:
     return float(taken)
 
 
-def compare(device: str, repeats: int) -> None:
+def compare(device: str, repeats: int, one_sided: bool) -> None:
     shape = GPU_SHAPE if device == "cuda" else CPU_SHAPE
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     rank, ranks = dist.get_rank(), dist.get_world_size()
     experts = keep_block(make_experts(shape, device, dtype), rank, ranks)
     if rank == 0:
         print(f"\n{shape}, {ranks} ranks, {dtype}: forward + backward of one layer, ms")
-    found = dispatchers(shape, device, dtype)
+    found = dispatchers(shape, device, dtype, one_sided)
     for skew in ("0", "1", "all at home"):
         case = make_case(shape, skew, rank, ranks, device, dtype)
         times: dict[str, list[float]] = {name: [] for name in found}
@@ -149,7 +151,7 @@ def compare(device: str, repeats: int) -> None:
                 time_moves(found, case)
 
 
-def check(device: str) -> None:
+def check(device: str, one_sided: bool) -> None:
     """Three steps over poisoned memory against one device in float32; one without host reads."""
     shape, dtype, limit = CPU_SHAPE, torch.float32, 1e-5
     if device == "cuda":
@@ -158,7 +160,7 @@ def check(device: str) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     whole = make_experts(shape, device, dtype)
     experts = keep_block(make_experts(shape, device, dtype), rank, ranks)
-    found = dispatchers(shape, device, dtype)
+    found = dispatchers(shape, device, dtype, one_sided)
     for skew, tokens in (("0", 300), ("2", 300 - 120 * rank), ("all at home", 300 * (1 - rank))):
         case = make_case(shape, skew, rank, ranks, device, dtype, tokens)
         wanted = one_device(case, whole, rank, ranks)
@@ -179,7 +181,7 @@ def check(device: str) -> None:
                 f"{dispatcher.rows}, relative errors {shown}, steps bitwise equal: {same}",
                 flush=True,
             )
-    if device == "cuda":
+    if one_sided:
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")  # any read by the host raises
         step(found["balanced, one-sided"], case, experts)
@@ -301,6 +303,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--collectives", action="store_true", help="no symmetric memory")
     parser.add_argument("--planner", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -313,10 +316,11 @@ def main() -> None:
         if args.device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+        one_sided = args.device == "cuda" and not args.collectives
         if args.check:
-            check(args.device)
+            check(args.device, one_sided)
         else:
-            compare(args.device, args.repeats)
+            compare(args.device, args.repeats, one_sided)
         dist.destroy_process_group()
 
 

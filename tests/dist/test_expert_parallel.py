@@ -173,30 +173,39 @@ def test_what_is_dispatched_comes_back_bit_for_bit(ranks):
 
 
 def whole_model(group, spread):
-    """Loss and gradients of a small model whose four sequences are shared out over the ranks."""
+    """Loss, gradients and expert rows of a small model whose sequences are shared out over ranks.
+
+    The last three positions of every one of the four sequences are padding.
+    """
     from openk3.ops.loss import linear_cross_entropy
 
     model = K3(preset("nano", initializer_range=0.1), seed=1)
     if spread is not None:
-        spread_experts(model, group, KINDS[spread](group, 16))
+        dispatcher = KINDS[spread](group, 16)
+        spread_experts(model, group, dispatcher)
     ids = torch.randint(0, 256, (4, 12), generator=torch.Generator().manual_seed(0))
     mine = ids[group.rank() :: group.size()]
-    hidden = model.hidden(mine)
+    valid = torch.arange(12).expand(len(mine), 12) < 9
+    hidden = model.hidden(mine, valid=valid)[:, :9]
     loss = linear_cross_entropy(
-        hidden[:, :-1].reshape(-1, 128)[None], model.lm_head.weight, mine[:, 1:].reshape(1, -1)
+        hidden[:, :-1].reshape(-1, 128)[None], model.lm_head.weight, mine[:, 1:9].reshape(1, -1)
     )
     loss.backward()
-    return float(loss.detach()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return float(loss.detach()), grads, dispatcher.rows if spread else 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_gradient_of_a_model_is_that_of_one_device(ranks, kind, size):
-    [(loss, wanted)] = ranks(1, whole_model, None)
+    [(loss, wanted, _)] = ranks(1, whole_model, None)
     found = ranks(size, whole_model, kind)
-    assert sum(part for part, _ in found) == pytest.approx(loss, rel=1e-5)
+    rows = [rows for _, _, rows in found]
+    assert sum(rows) == 4 * 9 * 4  # padding has no experts
+    assert kind == "plain" or rows == [144 // size] * size
+    assert sum(part for part, _, _ in found) == pytest.approx(loss, rel=1e-5)
     for name, grad in wanted.items():
-        parts = [grads[name] for _, grads in found]
+        parts = [grads[name] for _, grads, _ in found]
         got = torch.cat(parts) if ".experts.w" in name else sum(parts)
         assert relative_error(got, grad) < 2e-5, name
         if name.endswith("gate.weight"):

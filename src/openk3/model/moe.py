@@ -107,6 +107,9 @@ class LatentMoE(nn.Module):
         valid = None if ctx.valid is None else ctx.valid.flatten()
         routing = self.gate(flat, valid)
         latent = self.routed_expert_down_proj(flat)
-        mixed = self.dispatcher(latent, routing.ids, routing.weights, self.experts)
+        ids = routing.ids
+        if valid is not None and self.dispatcher.skips_padding:
+            ids = ids.masked_fill(~valid[:, None], -1)
+        mixed = self.dispatcher(latent, ids, routing.weights, self.experts)
         routed = self.routed_expert_up_proj(self.routed_expert_norm(mixed)).view_as(x)
         return routed if self.shared_experts is None else routed + self.shared_experts(x)

@@ -35,6 +35,9 @@ class ExpertWeights(Protocol):
 class TokenDispatcher(Protocol):
     """Brings tokens to their experts and the weighted results back."""
 
+    skips_padding: bool
+    """Whether it takes ids of -1: tokens that go nowhere and get zeros."""
+
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor:
         """x [T, L], ids and weights [T, k] -> [T, L]."""
         ...
@@ -42,6 +45,8 @@ class TokenDispatcher(Protocol):
 
 class LocalDispatcher:
     """All experts are here."""
+
+    skips_padding = False
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor:
         return experts.routed(x, ids, weights)

@@ -24,6 +24,8 @@ class AllToAllDispatcher:
     are those of one device that holds all tokens; an expert's gradient is the sum over all ranks.
     """
 
+    skips_padding = True
+
     def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
         """Raises ConfigError unless `num_experts` divides by the size of `group`."""
         self.group, self.num_ranks = group, group.size()

@@ -131,7 +131,7 @@ class _Gathered:
     """Runs a dispatcher while the layer's experts are gathered, whatever it does with them."""
 
     def __init__(self, inner: TokenDispatcher) -> None:
-        self.inner = inner
+        self.inner, self.skips_padding = inner, inner.skips_padding
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         return experts.dispatched(x, ids, weights, self.inner)

@@ -111,8 +111,11 @@ def grouped_weight_grad(
             acc = tl.dot(a.load([row, m * BM]).T, b.load([row, n * BN]), acc)
         rows = m * BM + tl.arange(0, BM)
         cols = n * BN + tl.arange(0, BN)
+        keep = (rows < M)[:, None] & (cols < N)[None, :]
+        if not ZERO:
+            keep = keep & (end > start)
         tl.store(
             out + (expert.to(tl.int64) * M + rows[:, None]) * N + cols[None, :],
             acc.to(out.dtype.element_ty),
-            mask=(rows < M)[:, None] & (cols < N)[None, :] & (ZERO | (end > start)),
+            mask=keep,
         )

@@ -38,6 +38,8 @@ class MoonEPDispatcher:
     One dispatcher serves all layers of a model: they share its buffers.
     """
 
+    skips_padding = True
+
     def __init__(
         self, group: dist.ProcessGroup | None, num_experts: int, transport: Transport | None = None
     ) -> None:
@@ -53,7 +55,8 @@ class MoonEPDispatcher:
         self.block = experts_per_rank(num_experts, transport.num_ranks)
         self.num_experts = num_experts
         self.rows = 0
-        """Rows of the last forward pass, equal on all ranks but for a remainder of one."""
+        """Rows of the last forward pass, equal on all ranks but for a remainder of one; where the
+        host does not know them, the rows there was room for."""
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor:
         """x [T, L], ids [T, k] int64, weights [T, k] float32, experts: this rank's B -> [T, L].

@@ -77,7 +77,10 @@ def spread_copies(
 
 @triton.jit
 def add_rows(rows, order, starts, out, L: tl.constexpr, BLOCK: tl.constexpr, ZERO: tl.constexpr):
-    """out [m, L]: each target's rows added in float32 in their order; one program a target."""
+    """out [m, L]: each target's rows added in float32 in their order; one program a target.
+
+    ZERO: targets without rows become zero instead of staying as they are.
+    """
     target = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     begin = tl.load(starts + target)
@@ -86,7 +89,10 @@ def add_rows(rows, order, starts, out, L: tl.constexpr, BLOCK: tl.constexpr, ZER
     for i in tl.range(begin, end):
         row = tl.load(order + i)
         total += tl.load(rows + row * L + col, mask=col < L, other=0.0).to(tl.float32)
-    tl.store(out + target * L + col, total, mask=(col < L) & (ZERO | (end > begin)))
+    keep = col < L
+    if not ZERO:
+        keep = keep & (end > begin)
+    tl.store(out + target * L + col, total, mask=keep)
 
 
 @triton.jit

@@ -112,8 +112,8 @@ class Symmetric:
 
     def open(self, layout: Layout, tokens: TokenMap, weights: Tensor) -> SymmetricRoute:
         num_tokens, top_k = weights.shape
-        if num_tokens > self.shapes.max_tokens:
-            raise InputError(f"{num_tokens} tokens exceed max_tokens={self.shapes.max_tokens}")
+        self._require("tokens", num_tokens, num_tokens <= self.shapes.max_tokens)
+        self._require("choices a token", top_k, top_k <= self.shapes.top_k)
         tables, pairs = self.regions, weights.numel()
         weights = weights.detach().float().contiguous()
         if pairs:
@@ -140,6 +140,8 @@ class Symmetric:
 
     def scatter(self, route: SymmetricRoute, x: Tensor, room: int = 0) -> Tensor:
         region, tokens = self.regions.rooms[room], route.tokens
+        self._require("tokens of width", x.shape[1], x.shape[1] == self.shapes.latent)
+        self._require("tokens of", x.dtype, x.dtype == self.shapes.dtype)
         self.memory.barrier()  # whoever still reads the room has queued that before
         if x.numel():
             launch(
@@ -189,6 +191,8 @@ class Symmetric:
     ) -> tuple[list[Tensor], Pending]:
         block = route.layout.block
         for w, slots in zip(own, self.regions.slots, strict=True):
+            fits = w.shape == slots.here.shape and w.dtype == slots.here.dtype
+            self._require("experts of", (w.dtype, list(w.shape)), fits)
             size = w[0].numel()
             launch(
                 kernels.push_experts, (self.num_ranks * block, -(-size // 8192)),
@@ -210,6 +214,10 @@ class Symmetric:
                 B=len(grad), R=self.num_ranks, SIZE=size, BLOCK=4096,
             )  # fmt: skip
         return _Then(lambda: None)
+
+    def _require(self, what: str, value: object, fits: bool) -> None:
+        if not fits:
+            raise InputError(f"{what} {value} do not fit the memory made for {self.shapes}")
 
 
 class _Then:

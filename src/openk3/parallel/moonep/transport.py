@@ -44,10 +44,6 @@ class Bytes:
     grads: int = 0
     """float32 gradients of redundant experts."""
 
-    @property
-    def total(self) -> int:
-        return self.tokens + self.tables + self.experts + self.grads
-
 
 class Transport(Protocol):
     """Moves tokens and experts among the ranks of one group. Every call is collective."""
