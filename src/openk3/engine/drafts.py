@@ -39,9 +39,9 @@ class Grams:
 
     def guess(self, ids: list[int], limit: int) -> tuple[int, ...]:
         """What followed the latest earlier occurrence of the longest known end of `ids`."""
-        for end in range(max(self.upto, GRAMS[0], len(ids) - LOOKBACK), len(ids)):
+        for end in range(max(self.upto, GRAMS[-1], len(ids) - LOOKBACK), len(ids)):
             for size in GRAMS:
-                self.seen[tuple(ids[end - size : end])] = end
+                self.seen[tuple(ids[max(0, end - size) : end])] = end
         self.upto = len(ids)
         for size in GRAMS:
             at = self.seen.get(tuple(ids[-size:]))

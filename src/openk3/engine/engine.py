@@ -278,7 +278,7 @@ class Engine:
                 cached_pages=pool.idle_pages,
                 max_context=self.max_context,
                 preemptions=scheduler.preemptions,
-                host_pages=self.memory.host.num_pages - self.memory.host.free,
+                host_pages=self.memory.host.num_pages - len(self.memory.host.blank),
                 host_hits=self.memory.host_hits,
                 hash_block=self.memory.block,
                 wait_seconds=self.clock.now() - min(came) if came else 0.0,
