@@ -11,9 +11,8 @@ from openk3.engine.sequence import KEPT_MESSAGES
 class NaiveCache:
     """Prefixes with latents, and prefixes with a state, of requests one after another."""
 
-    def __init__(self, block: int, drafts: int) -> None:
+    def __init__(self, block: int) -> None:
         self.block = block
-        self.drafts = drafts
         self.latents: set[tuple[int, ...]] = set()
         self.states: set[tuple[int, ...]] = set()
 
@@ -28,9 +27,7 @@ class NaiveCache:
         known = (prompt + ids)[:-1]
         self.latents |= {known[:end] for end in range(self.block, len(known) + 1, self.block)}
         messages = [at + 1 for at, token in enumerate(prompt) if token == END][:KEPT_MESSAGES]
-        # With drafts a decoding pass keeps the state it starts from, not the one it ends with.
-        last = len(known) - 1 if self.drafts and ids[1:] else len(known)
-        turns = [len(prompt), len(prompt) - 1, last, chain, *messages]
+        turns = [len(prompt), len(prompt) - 1, len(known), chain, *messages]
         self.states |= {known[: self.floor(end)] for end in turns if self.floor(end) > hit}
         return hit
 
@@ -54,7 +51,7 @@ def test_hits_are_those_of_the_naive_cache(block, pages_of, groups, budget, draf
         num_drafts=drafts,
         script=from_prefix(4, memory=2),
     )
-    naive = NaiveCache(block, drafts)
+    naive = NaiveCache(block)
     texts: list[tuple[int, ...]] = [()]
     some_ids = st.lists(st.sampled_from([2, 3, 4, END]), min_size=1, max_size=14)
     for _ in range(data.draw(st.integers(1, 6))):

@@ -132,7 +132,7 @@ class ModelRunner:
         """
         if self._accepted.get(chunk.slot):
             return True
-        few = len(chunk.token_ids) <= self._window and chunk.start > 0
+        few = chunk.samples and len(chunk.token_ids) <= self._window and chunk.start > 0
         return few and bool(chunk.output_ids) and not _inside(chunk)
 
     def _batch(self, chunks: Sequence[Chunk]) -> _Batch:

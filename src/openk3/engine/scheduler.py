@@ -118,12 +118,14 @@ class Scheduler:
         return sum(1 + len(row.drafts) for row in self.rows.values())
 
     def _window(self, seq: Sequence, drafts: int) -> int:
-        """Drafts that may follow the next token. No window goes beyond a block end: so there is a
-        later pass that starts there, and leaves the state."""
+        """Drafts that may follow the next token.
+
+        A window ends before the next block end: the pass that reaches that is then one without
+        drafts, and can leave the state there."""
         block_end = (seq.computed // self.memory.block + 1) * self.memory.block
         return min(
             drafts,
-            block_end - seq.computed - 1,
+            block_end - seq.computed - 2,
             seq.budget - 1,
             self.max_context - len(seq.ids) - 1,
         )
@@ -176,7 +178,6 @@ class Scheduler:
     def _chunk(self, row: Row) -> Chunk:
         seq, start = row.seq, row.seq.computed
         end = start + row.count
-        windowed = self.config.num_drafts > 0 and seq.decoding
         return Chunk(
             request=seq.request,
             slot=seq.slot,
@@ -184,9 +185,7 @@ class Scheduler:
             start=start,
             latent_pages=seq.latent_pages[: self.memory.pages_for(end + len(row.drafts))],
             state_pages=seq.live,
-            checkpoints=self.memory.checkpoint_at_start(seq)
-            if windowed
-            else self.memory.checkpoints(seq, end),
+            checkpoints=self.memory.checkpoints(seq, end),
             num_drafts=len(row.drafts),
             output_ids=seq.output,
             samples=end == len(seq.ids),

@@ -42,7 +42,7 @@ class ScriptedRunner:
     """Follows `openk3.engine.plan.Runner`. `errors` are ids of requests that fail; `version` and
     the salt of a request stand for the weights, so that their memories differ. With a `window` of
     so many tokens, the state of a row that decodes lags behind by its last window, as it does in a
-    runner that replays what was accepted: it can then only be kept at a pass's start."""
+    runner that replays what was accepted, until a pass without drafts is to keep it."""
 
     def __init__(
         self,
@@ -124,8 +124,10 @@ class ScriptedRunner:
         held = end + max(0, len(new_ids) - 1)
         if self.window and self._is_decode(chunk):
             _expect(len(chunk.token_ids) <= self.window, chunk, "longer than a window")
-            self._accepted[chunk.slot] = held - chunk.start
-            held = end = chunk.start
+            behind = not any(point.position > chunk.start for point in chunk.checkpoints)
+            _expect(behind or not chunk.num_drafts, chunk, "a state among drafts is asked for")
+            self._accepted[chunk.slot] = held - chunk.start if behind else 0
+            held, end = (chunk.start, chunk.start) if behind else (held, end)
         digest = _extended(prefix[: end + 1], new_ids[: held - end])[-1]
         for group, page in enumerate(chunk.state_pages):
             self.memory["pool"][page] = [(group, held, digest)]
@@ -144,9 +146,11 @@ class ScriptedRunner:
         return ChunkResult(new_ids, tuple(logprobs))
 
     def _is_decode(self, chunk: Chunk) -> bool:
-        inner = any(checkpoint.position != chunk.start for checkpoint in chunk.checkpoints)
+        end = chunk.start + len(chunk.token_ids)
+        inner = any(chunk.start < point.position < end for point in chunk.checkpoints)
         few = chunk.samples and chunk.start > 0 and len(chunk.token_ids) <= self.window
-        return chunk.slot in self._accepted or (few and bool(chunk.output_ids) and not inner)
+        decodes = few and bool(chunk.output_ids) and not inner
+        return decodes or bool(self._accepted.get(chunk.slot))
 
     def _choose(self, chunk: Chunk, known: list[int]) -> tuple[int, ...]:
         """Drafts that the script agrees with, and one more id."""

@@ -88,11 +88,6 @@ class Sequence:
         return len(self.ids) - self.computed
 
     @property
-    def decoding(self) -> bool:
-        """Whether its next token is the continuation of its last pass."""
-        return self.remaining == 1 and bool(self.output)
-
-    @property
     def budget(self) -> int:
         """New tokens it may still generate."""
         return self.request.params.max_tokens - len(self.output)

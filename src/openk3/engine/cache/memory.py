@@ -198,23 +198,13 @@ class Memory:
         return True
 
     def checkpoints(self, seq: "Sequence", end: int) -> tuple[Checkpoint, ...]:
-        """States to leave behind by a pass to `end`, as far as pages allow."""
+        """States to leave behind by a pass to `end` (without drafts), as far as pages allow."""
         last = end // self.block * self.block
         if not self.enabled or last <= seq.computed:
             return ()
         seq.chain.extend(seq.ids, end)
         marks = seq.marks_within(seq.computed, end)
-        return self._checkpoints(seq, marks if last in marks else [*marks, last])
-
-    def checkpoint_at_start(self, seq: "Sequence") -> tuple[Checkpoint, ...]:
-        """The same of a pass with a window of drafts, which can only leave the state it found."""
-        if not self.enabled or seq.computed % self.block:
-            return ()
-        return self._checkpoints(seq, [seq.computed])
-
-    def _checkpoints(self, seq: "Sequence", positions: list[int]) -> tuple[Checkpoint, ...]:
-        marks = seq.marks
-        for position in positions:
+        for position in marks if last in marks else [*marks, last]:
             known = self.pool.find("state", seq.chain.keys[position // self.block - 1])
             if known and position in marks:
                 known.keep = True
@@ -240,7 +230,7 @@ class Memory:
         """A sequence has been computed up to here; register its blocks and checkpoints."""
         before, seq.computed = seq.computed, computed
         first, last = before // self.block, computed // self.block
-        if not self.enabled or (first == last and not seq.pending):
+        if not self.enabled or first == last:
             return
         seq.chain.extend(seq.ids, computed)
         keys = seq.chain.keys
@@ -249,7 +239,7 @@ class Memory:
             self.pool.register(page, keys[block], (block + 1) * self.block)
         newest = None
         for state in seq.pending:
-            assert before <= state.end <= computed, f"{state} by a pass {before} .. {computed}"
+            assert before < state.end <= computed, f"{state} by a pass {before} .. {computed}"
             self.pool.register(state, keys[state.end // self.block - 1], state.end)
             if state.keep:
                 seq.kept.append(state)
@@ -271,8 +261,6 @@ class Memory:
         if self.enabled and last and (state := self.pool.find("state", seq.chain.keys[last - 1])):
             state.keep = True
             seq.kept.append(state)
-        elif seq.inflight:
-            seq.kept.append(seq.inflight)
         for state in seq.pending:
             self.pool.release(state)
         self.pool.give(seq.live)
