@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -63,6 +64,7 @@ def serving(
     processor: Any = None,
     vocab_size: int | None = None,
     options: dict[str, Any] | None = None,
+    send_buffer: int = 0,
     **engine_options: Any,
 ) -> Iterator[Server]:
     """Every request gets `script`: marked text, ids, or a function of the request."""
@@ -81,6 +83,8 @@ def serving(
         hash_block=16,
     )
     sock = listen("127.0.0.1", 0)
+    if send_buffer:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # connections inherit it
     config = uvicorn.Config(
         create_app(state), log_level="warning", lifespan="on", timeout_graceful_shutdown=2
     )

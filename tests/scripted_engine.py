@@ -1,6 +1,7 @@
 """An engine that says what a script says: the scheduler's and the model's part in API tests."""
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -35,7 +36,9 @@ class ScriptedEngine:
     """Emits `script(request)` one id a request and step, within its max_tokens.
 
     per_step: ids a request gets at a time.
+    step_s: seconds that a step takes, as a model's pass would.
     gate: holds up every step until it is set.
+    told: set once a request was aborted.
     """
 
     def __init__(
@@ -46,8 +49,10 @@ class ScriptedEngine:
         max_queued: int = 4096,
         per_step: int = 1,
         hash_block: int = 16,
+        step_s: float = 0.0,
     ) -> None:
         self.script, self.max_context, self.per_step = script, max_context, per_step
+        self.step_s = step_s
         self.max_queued, self.hash_block = max_queued, hash_block
         self.gate = threading.Event()
         self.gate.set()
@@ -56,6 +61,7 @@ class ScriptedEngine:
         self.prompts: set[tuple[object, ...]] = set()
         self.ended: Counter[str] = Counter()
         self.aborts: list[str] = []
+        self.told = threading.Event()
         self.fail_at_step: int | None = None
         self.steps = self.num_prompt = self.num_cached = self.num_generated = 0
 
@@ -72,6 +78,8 @@ class ScriptedEngine:
 
     def step(self) -> list[Output]:
         assert self.gate.wait(30), "a test forgot to open the gate"
+        if self.step_s:
+            time.sleep(self.step_s)
         self.steps += 1
         if self.steps == self.fail_at_step:
             raise RuntimeError("scripted failure")
@@ -118,6 +126,7 @@ class ScriptedEngine:
 
     def abort(self, request_id: str) -> None:
         self.aborts.append(request_id)
+        self.told.set()
         if self.running.pop(request_id, None):
             self.ended[request_id] += 1
 

@@ -1,7 +1,7 @@
 """Bounds on what a caller may make a server hold: body bytes and requests at once (pure ASGI)."""
 
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
 
 Scope = MutableMapping[str, Any]
@@ -18,6 +18,7 @@ class Limits:
     """Wraps an ASGI app. Beyond `max_requests` callers get 503 and are told to come back.
 
     body: the JSON of a refusal, from its status and message.
+    exempt: paths that are answered however many requests there are.
     """
 
     def __init__(
@@ -26,13 +27,14 @@ class Limits:
         max_body_bytes: int,
         max_requests: int,
         body: Callable[[int, str], object] = lambda status, text: {"code": status, "message": text},
+        exempt: Collection[str] = (),
     ) -> None:
         self.app, self.max_body_bytes, self.max_requests = app, max_body_bytes, max_requests
-        self.body = body
+        self.body, self.exempt = body, exempt
         self.active = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or scope["path"] in self.exempt:
             return await self.app(scope, receive, send)
         sizes = [value for key, value in scope["headers"] if key.lower() == b"content-length"]
         size = sizes[0].decode("latin-1") if sizes else "0"

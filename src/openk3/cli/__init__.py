@@ -15,6 +15,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "pretrain": ("openk3.cli.pretrain", "train a model from a recipe; stop and resume any time"),
     "generate": ("openk3.cli.generate", "continue a text"),
     "chat": ("openk3.cli.chat", "talk with a model: tools, pictures, thinking"),
+    "serve": ("openk3.cli.serve", "answer OpenAI's and Anthropic's clients; a chat page"),
+    "bench": ("openk3.cli.bench", "load a server and report its latencies"),
     "report": ("openk3.cli.report", "a run as one HTML page, and PNG plots"),
     "inspect": ("openk3.cli.inspect", "parameters, FLOPs and memory of a model; what files hold"),
     "plan": ("openk3.cli.plan", "what a parallel run costs: balanced experts, without devices"),

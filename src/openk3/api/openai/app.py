@@ -4,13 +4,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from openk3._version import __version__
 from openk3.api.limits import Limits, TooLargeError
-from openk3.api.openai import chat, completions, info
+from openk3.api.openai import anthropic, chat, completions, info, responses
 from openk3.api.openai.errors import ApiError, as_api_error
 from openk3.api.openai.guard import Guard
 from openk3.api.openai.state import Serving
@@ -42,6 +42,7 @@ def create_app(state: Serving) -> FastAPI:
         max_body_bytes=options.max_body_bytes,
         max_requests=options.max_requests,
         body=lambda status, text: ApiError(status, text).body(),
+        exempt=("/health", "/ready", "/metrics"),
     )
     app.add_middleware(Guard, keys=state.keys, origins=options.allow_origins, count=count)
     if options.allow_origins:
@@ -51,26 +52,33 @@ def create_app(state: Serving) -> FastAPI:
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
         )
-    for part in (chat, completions, info):
+    for part in (chat, completions, responses, anthropic, info):
         app.include_router(part.router)
     return app
 
 
+def _answer(request: Request, error: ApiError) -> Response:
+    if request.url.path.startswith(anthropic.PATH):
+        return error.response(anthropic.error_body(error))
+    return error.response()
+
+
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError), "registered for that class only"
-    return error.response()
+    return _answer(request, error)
 
 
 async def _on_our_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, OpenK3Error), "registered for that class only"
-    return as_api_error(error).response()
+    return _answer(request, as_api_error(error))
 
 
 async def _on_too_large(request: Request, error: Exception) -> Response:
-    return ApiError(413, str(error), "request_too_large").response()
+    return _answer(request, ApiError(413, str(error), "request_too_large"))
 
 
-async def _on_http(request: Request, error: Exception) -> JSONResponse:
+async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "registered for that class only"
     message = f"{request.method} {request.url.path:.200}: {error.detail}"
-    return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
+    headers = dict(error.headers or {})
+    return _answer(request, ApiError(error.status_code, message, headers=headers))

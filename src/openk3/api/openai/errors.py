@@ -26,6 +26,8 @@ TYPES = {
     403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
+    409: "invalid_request_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
     429: "rate_limit_error",
@@ -62,12 +64,12 @@ class ApiError(Exception):
         inner = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": inner}
 
-    def response(self) -> JSONResponse:
-        """The whole answer."""
+    def response(self, body: dict[str, Any] | None = None) -> JSONResponse:
+        """The whole answer, in OpenAI's shape unless another is given."""
         headers = dict(self.headers)
         if self.retry_after_s is not None:
             headers["retry-after"] = str(math.ceil(self.retry_after_s))
-        return JSONResponse(self.body(), self.status, headers)
+        return JSONResponse(body or self.body(), self.status, headers)
 
 
 def as_api_error(error: OpenK3Error | ValidationError) -> ApiError:

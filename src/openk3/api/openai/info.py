@@ -86,6 +86,7 @@ def _model(state: Serving) -> dict[str, Any]:
         "root": state.model,
         "max_model_len": state.max_context,
         "supports_images": state.processor is not None,
+        "num_ordinary_tokens": min(state.tokenizer.special_tokens.values()),
     }
 
 

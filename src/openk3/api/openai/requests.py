@@ -19,21 +19,21 @@ class Sampling(Body):
     model: str | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
     logit_bias: dict[str, float] | None = None
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    cache_salt: str | None = Field(None, max_length=256)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    cache_salt: str | None = Field(default=None, max_length=256)
 
     @model_validator(mode="after")
     def _options(self) -> "Sampling":
@@ -60,7 +60,7 @@ class ChatBody(Sampling):
     """POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -69,7 +69,7 @@ class ChatBody(Sampling):
     thinking: Thinking | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
 
     @model_validator(mode="after")
     def _logprobs(self) -> "ChatBody":
@@ -84,7 +84,7 @@ class CompletionBody(Sampling):
     prompt: str | list[str] | list[int] | list[list[int]]
     echo: bool | None = None
     suffix: str | None = None
-    logprobs: int | None = Field(None, ge=0, le=20)
+    logprobs: int | None = Field(default=None, ge=0, le=20)
 
 
 class TokenizeBody(Body):

@@ -20,15 +20,20 @@ B = TypeVar("B", bound=BaseModel)
 
 
 async def read_body(request: Request, kind: type[B]) -> B:
-    """The body as its model. Raises ApiError 400, 413 or 415."""
+    """The body as its model. Raises ApiError 400, 408, 413 or 415."""
+    limit = request.app.state.serving.options.body_timeout_s
     given = request.headers.get("content-type", "application/json")
     if given.partition(";")[0].strip().lower() != "application/json":
         # a form could be sent by any web page
         raise ApiError(415, f"content-type is {given!r:.80}; send application/json")
     try:
-        return kind.model_validate_json(await request.body())
+        async with asyncio.timeout(limit):
+            body = await request.body()
+        return kind.model_validate_json(body)
     except ValidationError as error:
         raise as_api_error(error) from None
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {limit:g} s") from None
     except TooLargeError as error:
         raise ApiError(413, str(error), "request_too_large") from None
 

@@ -30,6 +30,8 @@ class ServeOptions:
     """Of one request's pictures together."""
     max_images: int = 64
     """Of one request."""
+    body_timeout_s: float = 60.0
+    """Until a request's body is there; then 408."""
     queue_timeout_s: float = 600.0
     """Until the first token; then 503."""
     time_limit_s: float = 3600.0

@@ -1,0 +1,232 @@
+"""Offline generation: prompts in, answers out, batched by the engine.
+
+llm = LLM("runs/quickstart")
+[answer] = llm.generate("def ", SamplingParams(max_tokens=32))
+[answer] = llm.chat([{"role": "user", "content": "Hi"}])
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from openk3.engine.chat import ChatReader, Prompt, Template, chat_prompt
+from openk3.engine.choice import Choice, Part
+from openk3.engine.service import SteppedEngine
+from openk3.engine.text_stream import Reader, TextReader
+from openk3.engine.types import (
+    EngineConfig,
+    FinishReason,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+)
+from openk3.errors import BackendError, InputError, LimitError
+from openk3.text.image import ImageProcessor
+from openk3.text.tokenizer import Tokenizer
+from openk3.text.xtml import Accumulator, Delta
+
+OnDelta = Callable[[int, Delta], object]
+
+
+@dataclass
+class Answer:
+    """One answer to one prompt."""
+
+    ids: list[int] = field(default_factory=list)
+    """Generated, the one that ended it included."""
+    text: str = ""
+    """Of a continuation; of a conversation, the answer without its thoughts and calls."""
+    message: dict[str, Any] = field(default_factory=dict)
+    """Of a conversation: content, reasoning_content, tool_calls, as `xtml.render` takes it back."""
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One for each id, if asked for."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class LLM:
+    """A model and its engine."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        config: EngineConfig | None = None,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+    ) -> None:
+        """Open a model folder; see `openk3.engine.folder.open_folder` for what it raises."""
+        from openk3.engine.engine import Engine
+        from openk3.engine.folder import open_folder
+
+        opened = open_folder(path, device=device, dtype=dtype)
+        self._set(Engine(opened.model, config), opened.tokenizer, opened.processor)
+
+    @classmethod
+    def over(
+        cls, engine: SteppedEngine, tokenizer: Tokenizer, processor: ImageProcessor | None = None
+    ) -> "LLM":
+        """An LLM over an engine that exists."""
+        new = cls.__new__(cls)
+        new._set(engine, tokenizer, processor)
+        return new
+
+    def _set(
+        self, engine: SteppedEngine, tokenizer: Tokenizer, processor: ImageProcessor | None
+    ) -> None:
+        self.engine, self.tokenizer, self.processor = engine, tokenizer, processor
+        self._numbers = count()
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | None = None,
+        *,
+        stop: Sequence[str] = (),
+        n: int = 1,
+        on_delta: OnDelta | None = None,
+    ) -> list[Answer]:
+        """Continue texts.
+
+        Args:
+            prompts: one text, or texts, or lists of ids.
+            stop: strings that end an answer; they are not part of it.
+            n: answers to each prompt.
+            on_delta: gets the number of an answer and its text as it comes.
+
+        Returns:
+            n answers for each prompt, in order.
+
+        Raises:
+            InputError: a prompt that does not fit.
+        """
+        params = params or SamplingParams()
+        texts = [prompts] if isinstance(prompts, str) else prompts
+        found = []
+        for text in texts:
+            ids = self.tokenizer.encode(text) if isinstance(text, str) else list(text)
+            # a text begins after an end-of-text token, as in training
+            ids = ids or [self.tokenizer.eos_id]
+            found.append(Prompt(tuple(ids), num_tokens=len(ids)))
+        ends = () if params.ignore_eos else (self.tokenizer.eos_id,)
+        params = replace(params, stop_ids=tuple({*params.stop_ids, *ends}))
+        return self._run(found, params, n, lambda _: TextReader(self.tokenizer, stop), on_delta)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        params: SamplingParams | None = None,
+        *,
+        template: Template | None = None,
+        images: Sequence[Any] = (),
+        stop: Sequence[str] = (),
+        n: int = 1,
+        on_delta: OnDelta | None = None,
+    ) -> list[Answer]:
+        """Answer conversations.
+
+        Args:
+            messages: one conversation, or several; OpenAI-style messages as `xtml.render` takes.
+            template: tools, thinking and the like.
+            images: the pictures of one conversation, in order (`ImageProcessor` takes them).
+
+        The rest is as for `generate`.
+        """
+        talks = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        if images and len(talks) != 1:
+            raise InputError("images belong to one conversation; give the others one by one")
+        found = [
+            chat_prompt(
+                talk,  # type: ignore[arg-type]
+                self.tokenizer,
+                template or Template(),
+                processor=self.processor,
+                images=images,
+            )
+            for talk in talks
+        ]
+        params = params or SamplingParams()
+        ends = () if params.ignore_eos else (self.tokenizer.end_of_msg_id,)
+        params = replace(params, stop_ids=tuple({*params.stop_ids, *ends}))
+
+        def reader(prompt: Prompt) -> Reader:
+            return ChatReader(self.tokenizer, thinking=prompt.thinking, stops=stop)
+
+        return self._run(found, params, n, reader, on_delta)
+
+    def _run(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        n: int,
+        reader: Callable[[Prompt], Reader],
+        on_delta: OnDelta | None,
+    ) -> list[Answer]:
+        if n < 1:
+            raise InputError(f"n must be at least 1, not {n}")
+        each = [prompt for prompt in prompts for _ in range(n)]
+        answers = [Answer(prompt_tokens=prompt.num_tokens) for prompt in each]
+        messages = [Accumulator() for _ in each]
+        choices = [
+            Choice(i, f"llm-{next(self._numbers)}", reader(prompt)) for i, prompt in enumerate(each)
+        ]
+        waiting = deque(zip(choices, each, strict=True))
+        running: dict[str, Choice] = {}
+        try:
+            while waiting or running:
+                self._fill(waiting, running, params, n)
+                for output in self.engine.step():
+                    choice = running.get(output.request_id)
+                    if choice is None:
+                        continue
+                    part = choice.take(output)
+                    if part.finish_reason is not None:
+                        del running[output.request_id]
+                        if output.finish_reason is None:  # a stop string has ended it
+                            self.engine.abort(output.request_id)
+                    _note(answers[choice.index], choice, part)
+                    for delta in part.deltas:
+                        messages[choice.index].add(delta)
+                        if on_delta:
+                            on_delta(choice.index, delta)
+        finally:
+            for request_id in running:
+                self.engine.abort(request_id)
+        for answer, message in zip(answers, messages, strict=True):
+            answer.message = message.message()
+            answer.text = answer.message["content"]
+        return answers
+
+    def _fill(
+        self,
+        waiting: deque[tuple[Choice, Prompt]],
+        running: dict[str, Choice],
+        params: SamplingParams,
+        n: int,
+    ) -> None:
+        """Start what the engine's queue has room for."""
+        while waiting:
+            choice, prompt = waiting[0]
+            seed = None if params.seed is None else params.seed + choice.index % n
+            own = replace(params, seed=seed)
+            try:
+                self.engine.add(Request(choice.request_id, prompt.ids, own, media=prompt.media))
+            except LimitError:
+                if not running:
+                    raise
+                return
+            running[choice.request_id] = choice
+            waiting.popleft()
+
+
+def _note(answer: Answer, choice: Choice, part: Part) -> None:
+    if part.finish_reason == "error":
+        raise BackendError(f"generation failed: {part.error}")
+    answer.ids += part.ids
+    answer.logprobs += part.logprobs
+    answer.finish_reason = part.finish_reason
+    answer.cached_tokens = choice.cached_tokens
