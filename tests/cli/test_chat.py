@@ -18,7 +18,8 @@ from openk3.errors import DataError, InputError
 from openk3.text import train_tokenizer, xtml
 from taught_model import teach
 
-PAGE = (Path(__file__).parents[2] / "docs" / "chat.md").read_text("utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "chat.md").read_text("utf-8")
 ASK, TOOL_SAYS = "How high is the tide in Brest?", "2.1"
 
 
@@ -86,6 +87,28 @@ def test_python_of_the_page(place, monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines() == re.findall(r"^# -> (.*)$", code, re.M)
 
 
+def test_readme(place, monkeypatch, capsys):
+    """What the README shows with a model folder runs as it stands."""
+    monkeypatch.chdir(place)
+    (place / "Kimi-K3").symlink_to("tiny_checkpoint")
+    page = (ROOT / "README.md").read_text("utf-8")
+    commands = [line.strip() for line in page.splitlines() if line.startswith("    k3 ")]
+    commands = [shlex.split(line, comments=True) for line in commands if " Kimi-K3" in line]
+    assert [words[1] for words in commands] == ["inspect", "convert", "generate", "chat"]
+    typed = f"{ASK}\n{TOOL_SAYS}\n/new\n/image a.png\nWhat is this?\n"
+    for words in commands:
+        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+        extra = ["--temperature", "0"] if words[1] == "chat" else []
+        assert cli.main([*words[1:], *extra]) == 0, words
+    said = capsys.readouterr().out
+    assert said.endswith("thinking: It is round.\nA red ring.\n")
+    assert "keeps every value" in said
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names = {}
+    exec(compile(code, "README.md", "exec"), names)
+    assert names["model"].config.vocab_size == 640
+
+
 def test_new_forgets(talk):
     _, out, _ = talk([ASK, TOOL_SAYS, "/new", ASK, TOOL_SAYS], "--tools", "tools.json")
     first, second = out[: len(out) // 2], out[len(out) // 2 :]
@@ -135,6 +158,25 @@ def test_at_a_terminal_an_error_is_said_and_the_talk_goes_on(place, monkeypatch,
     assert "Ctrl-D leaves" in err
     assert "k3 chat: nowhere.png cannot be read" in err
     assert "A red ring." in out
+
+
+class Impatient(Terminal):
+    """A terminal at which Ctrl-C is pressed before the first line."""
+
+    pressed = False
+
+    def readline(self, *size):
+        if not self.pressed:
+            self.pressed = True
+            raise KeyboardInterrupt
+        return super().readline(*size)
+
+
+def test_ctrl_c_at_the_prompt_does_not_leave(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    monkeypatch.setattr("sys.stdin", Impatient("/image a.png\nWhat is this?\n"))
+    assert cli.main(["chat", "tiny_checkpoint", "--temperature", "0"]) == 0
+    assert "A red ring." in capsys.readouterr().out
 
 
 def test_tools_need_the_chat_format(talk):

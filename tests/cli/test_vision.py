@@ -2,8 +2,11 @@
 
 import io
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +58,19 @@ def test_commands(place):
     assert look.endswith("\n")
     assert (folder / "models" / "vision" / "preprocessor_config.json").exists()
     assert convert
+
+
+def test_the_whole_story_as_a_script(tmp_path):
+    settings = {"K3": f"{sys.executable} -m openk3", "PYTHONPATH": str(ROOT / "src"),
+                "COUNT": "40", "STEPS": "1", "OUT": str(tmp_path / "out")}  # fmt: skip
+    done = subprocess.run(
+        ["bash", str(ROOT / "runs/vision.sh")],
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"captions \d+\.\d% right of \d+ held out", done.stdout)
 
 
 def test_examples(place, monkeypatch, capsys):

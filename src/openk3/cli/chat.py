@@ -84,20 +84,30 @@ def _style(options: Namespace, speaker: speak.Speaker) -> str:
 
 def _talk(conversation: Conversation, options: Namespace) -> int:
     _hint(HELP)
-    while (line := _read("> ")) is not None:
+    while True:
         said = len(conversation.messages)
         try:
-            if line.startswith("/"):
-                _command(conversation, *line.split(maxsplit=1))
-            elif line.strip():
-                conversation.say(line)
-                _turn(conversation, options)
+            line = _read("> ")
+            if line is None:
+                return 0
+            _take(conversation, line, options)
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+            sys.stderr.write("\n")
         except OpenK3Error as error:
             if not sys.stdin.isatty():
                 raise
             del conversation.messages[said:]
             sys.stderr.write(f"k3 chat: {error}\n")
-    return 0
+
+
+def _take(conversation: Conversation, line: str, options: Namespace) -> None:
+    if line.startswith("/"):
+        _command(conversation, *line.split(maxsplit=1))
+    elif line.strip():
+        conversation.say(line)
+        _turn(conversation, options)
 
 
 def _command(conversation: Conversation, name: str, value: str = "") -> None:
@@ -124,11 +134,8 @@ def _turn(conversation: Conversation, options: Namespace) -> None:
         screen = Screen(fold=options.thinking == "fold")
         try:
             calls = conversation.answer(screen.show)
-        except KeyboardInterrupt:
-            if not sys.stdin.isatty():
-                raise
-            calls = []
-        screen.end()
+        finally:
+            screen.end()
         if conversation.was_cut:
             sys.stderr.write("(not ended; --max-tokens N lets an answer be longer)\n")
         for call in calls:
