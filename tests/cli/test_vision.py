@@ -5,8 +5,10 @@ import json
 import os
 import re
 import shlex
+import struct
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -105,6 +107,17 @@ def test_bad_pictures_and_models_end_with_a_sentence(place, monkeypatch, capsys,
     assert "--pictures takes one JSONL file" in capsys.readouterr().err
 
 
+def declares(width, height):
+    """A PNG that claims a size and holds no pixels."""
+
+    def chunk(kind, data):
+        check = struct.pack(">I", zlib.crc32(kind + data))
+        return struct.pack(">I", len(data)) + kind + data + check
+
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+
+
 def test_the_refusals_are_the_real_ones(tmp_path):
     (shown,) = blocks("text")
     noise = np.random.default_rng(0).integers(0, 255, (8, 8, 3), dtype=np.uint8)
@@ -115,14 +128,19 @@ def test_the_refusals_are_the_real_ones(tmp_path):
     image.convert("CMYK").save(tmp_path / "a.jpg")
     (tmp_path / "a.svg").write_text("<svg/>")
     image.save(tmp_path / "a.png")
+    (tmp_path / "bomb").mkdir()
+    (tmp_path / "bomb" / "a.png").write_bytes(declares(12000, 9000))
+    (tmp_path / "bomb" / "b.png").write_bytes(declares(30000, 30000))
+    with pytest.raises(DataError, match=r"b\.png declares more pixels than are decoded"):
+        open_image(tmp_path / "bomb" / "b.png")
     whole = (tmp_path / "a.png").read_bytes()
     (tmp_path / "a.png").write_bytes(whole[: len(whole) // 2])
     messages = []
-    for name in ("a.png", "a.gif", "a.jpg", "a.svg"):
+    for name in ("bomb/a.png", "a.png", "a.gif", "a.jpg", "a.svg"):
         with pytest.raises(DataError) as caught:
             open_image(tmp_path / name)
-        messages.append(str(caught.value).replace(f"{tmp_path}/", ""))
-    lines = shown.splitlines()[1:]
+        messages.append(str(caught.value).replace(f"{tmp_path}/", "").replace("bomb/", ""))
+    lines = shown.splitlines()
     assert all(
         m.startswith(line.removesuffix("...")) for m, line in zip(messages, lines, strict=True)
     )

@@ -79,9 +79,6 @@ def _style(options: Namespace, speaker: speak.Speaker) -> str:
     return style
 
 
-# The chat format
-
-
 def _talk(conversation: Conversation, options: Namespace) -> int:
     _hint(HELP)
     while True:
@@ -155,9 +152,6 @@ def _run(command: str, call: Call) -> str:
     if done.returncode == 0:
         return done.stdout
     return f"{done.stdout}{done.stderr}exit code {done.returncode}\n"
-
-
-# Plain text
 
 
 def _write_together(speaker: speak.Speaker, options: Namespace) -> int:

@@ -46,8 +46,10 @@ def open_image(
             image.load()
     except module.UnidentifiedImageError:
         raise DataError(f"{name} is none of {', '.join(FORMATS)}, or damaged") from None
-    except (module.DecompressionBombError, module.DecompressionBombWarning) as error:
-        raise DataError(f"{name} is too large: {error}") from None
+    except (module.DecompressionBombError, module.DecompressionBombWarning):
+        raise DataError(
+            f"{name} declares more pixels than are decoded (at most {max_pixels} in all)"
+        ) from None
     except _DAMAGE as error:
         reason = str(error) or type(error).__name__
         raise DataError(f"{name} is damaged or cut short: {reason}") from None
