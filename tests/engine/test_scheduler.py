@@ -7,7 +7,8 @@ import pytest
 
 from engine_driver import END, NEVER, Driver, H, P, random_ids
 from openk3.engine import Engine, EngineConfig, Request
-from openk3.engine.scheduler import MAX_PASSED, share
+from openk3.engine.budget import share
+from openk3.engine.scheduler import MAX_PASSED
 from openk3.engine.scripted import ScriptedRunner, from_ids, from_prefix
 from openk3.errors import ConfigError, ConflictError, InputError, LimitError
 

@@ -4,6 +4,7 @@
 `add` and `abort` may be called from another thread, also while a step computes.
 """
 
+from collections import Counter
 from collections.abc import Sequence as Seq
 from threading import RLock
 from typing import Any, cast
@@ -11,10 +12,11 @@ from typing import Any, cast
 from openk3._io import Clock, SystemClock
 from openk3.engine.cache import Memory
 from openk3.engine.cache.checks import check
+from openk3.engine.landing import land
 from openk3.engine.plan import ChunkResult, Prompt, Runner, StepPlan, num_host_pages
-from openk3.engine.scheduler import Row, Scheduler
+from openk3.engine.scheduler import Scheduler
 from openk3.engine.sequence import Sequence
-from openk3.engine.types import EngineConfig, FinishReason, Output, Request, Stats
+from openk3.engine.types import EngineConfig, Output, Request, Stats
 from openk3.errors import ConfigError, ConflictError, InputError, LimitError
 
 
@@ -59,20 +61,8 @@ class Engine:
         self._lock = RLock()
         self._computing = False
         self._arrivals = 0
-        self._counts = dict.fromkeys(
-            (
-                "steps",
-                "prompt_tokens",
-                "cached_tokens",
-                "computed_tokens",
-                "generated_tokens",
-                "aborted",
-                "finished",
-                "drafted_tokens",
-                "accepted_tokens",
-            ),
-            0,
-        )
+        self._counts: Counter[str] = Counter()
+        """By the names of Stats."""
 
     # Requests
 
@@ -124,7 +114,7 @@ class Engine:
             if self._computing:
                 self._aborting.append(seq)
             else:
-                self._end(seq, "abort")
+                self._end_early(seq)
 
     @property
     def busy(self) -> bool:
@@ -145,7 +135,7 @@ class Engine:
         results = self._run(plan)
         with self._lock:
             self._computing = False
-            outputs = self._commit(results)
+            outputs = self._commit(plan, results)
             if self.config.debug:
                 check(self.scheduler, self.memory)
             return [*self._take_done(), *outputs]
@@ -173,81 +163,43 @@ class Engine:
                 self._counts["cached_tokens"] += seq.cached_tokens
         self.scheduler.admitted.clear()
 
-    def _commit(self, results: Seq[ChunkResult]) -> list[Output]:
+    def _commit(self, plan: StepPlan, results: Seq[ChunkResult]) -> list[Output]:
         """Land memory, then tokens; end what has ended."""
         rows = list(self.scheduler.rows.values())
         assert len(results) == len(rows), f"{len(results)} results for {len(rows)} chunks"
         self.memory.land_copies()
-        self._counts["steps"] += 1
         outputs: list[Output] = []
         for row, result in zip(rows, results, strict=True):
-            output = self._land(row, result)
-            if output:
-                outputs.append(output)
+            output = land(row, result, self.memory, self.max_context)
+            if output is None:
+                continue
+            outputs.append(output)
+            if output.finish_reason:
+                self._remove(row.seq)
+                self._counts["finished"] += 1
         self._end_aborted()
+        self._count(plan, results, outputs)
         return outputs
+
+    def _count(self, plan: StepPlan, results: Seq[ChunkResult], outputs: list[Output]) -> None:
+        counts = self._counts
+        counts["steps"] += 1
+        counts["computed_tokens"] += sum(len(chunk.token_ids) for chunk in plan.chunks)
+        counts["drafted_tokens"] += sum(chunk.num_drafts for chunk in plan.chunks)
+        counts["accepted_tokens"] += sum(len(r.new_ids) - 1 for r in results if r.new_ids)
+        counts["generated_tokens"] += sum(len(output.new_ids) for output in outputs)
 
     def _end_aborted(self) -> None:
         for seq in self._aborting:
-            if seq.request.id in self._known:
-                self._end(seq, "abort")
+            if self._known.get(seq.request.id) is seq:
+                self._end_early(seq)
         self._aborting.clear()
 
-    def _land(self, row: Row, result: ChunkResult) -> Output | None:
-        """One row's result; None if there is nothing to report."""
-        seq, new_ids = row.seq, result.new_ids
-        if result.error is not None:
-            self.memory.spoil(seq)
-            return self._ended(seq, "error", Output(seq.request.id, (), error=result.error))
-        samples = seq.computed + row.count == len(seq.ids)
-        assert bool(new_ids) == samples, f"{len(new_ids)} new ids from a chunk, {samples=}"
-        computed = seq.computed + row.count + max(0, len(new_ids) - 1)
-        self._counts["computed_tokens"] += row.count + len(row.drafts)
-        self._counts["drafted_tokens"] += len(row.drafts)
-        self._counts["accepted_tokens"] += max(0, len(new_ids) - 1)
-        new_ids, reason = self._cut(seq, new_ids)
-        seq.ids.extend(new_ids)
-        seq.output.extend(new_ids)
-        seq.drafts = result.drafts
-        self.memory.land_pass(seq, min(computed, len(seq.ids)))
-        self._counts["generated_tokens"] += len(new_ids)
-        if not new_ids or seq.aborted:
-            return None
-        logprobs = result.logprobs[: len(new_ids)] if result.logprobs else None
-        output = Output(seq.request.id, new_ids, reason, logprobs, seq.cached_tokens)
-        return self._ended(seq, reason, output) if reason else output
-
-    def _cut(
-        self, seq: Sequence, new_ids: tuple[int, ...]
-    ) -> tuple[tuple[int, ...], FinishReason | None]:
-        """The new ids up to the first that ends the request, and how it ends it."""
-        room = min(seq.budget, self.max_context - len(seq.ids))
-        for count, token in enumerate(new_ids, 1):
-            if token in seq.stop_ids:
-                return new_ids[:count], "stop"
-            if count == room:
-                return new_ids[:count], "length"
-        return new_ids, None
-
-    def _ended(self, seq: Sequence, reason: FinishReason, output: Output) -> Output:
-        self._remove(seq)
-        self._counts["finished"] += 1
-        if output.finish_reason is reason:
-            return output
-        return Output(
-            output.request_id,
-            output.new_ids,
-            reason,
-            output.logprobs,
-            seq.cached_tokens,
-            output.error,
-        )
-
-    def _end(self, seq: Sequence, reason: FinishReason) -> None:
-        """End a request outside of its own row's result; the next step reports it."""
+    def _end_early(self, seq: Sequence) -> None:
+        """End an aborted request; the next step reports it."""
         self._remove(seq)
         self._counts["aborted"] += 1
-        self._done.append(Output(seq.request.id, (), reason, cached_tokens=seq.cached_tokens))
+        self._done.append(Output(seq.request.id, (), "abort", cached_tokens=seq.cached_tokens))
 
     def _remove(self, seq: Sequence) -> None:
         del self._known[seq.request.id]

@@ -17,7 +17,7 @@ can be found by; `end` is the token position it is good for: for a checkpoint ex
 for a latent page the end of the last registered block in it. A page is always in one of three
 places: blank (nothing in it), idle (refs 0, findable; least recently used goes first), or held.
 
-Lookup (`memory`), two stages. 1: from the left, the longest chain of pages whose last block is
+Lookup (`lookup`), two stages. 1: from the left, the longest chain of pages whose last block is
 known, then the longest known end inside the first page that is not. 2: from that end leftwards,
 the first block end with a checkpoint. Never more than prompt length - 1: one token must be
 computed. A chain that reaches further than its best checkpoint tells that two prompts part there;
@@ -47,6 +47,7 @@ The host tier is a second store with its own page ids. What the pool evicts is w
 what a hit finds there is brought into fresh pages; both are copies of the step's plan, in order.
 """
 
-from openk3.engine.cache.memory import Hit, Memory
+from openk3.engine.cache.lookup import Hit
+from openk3.engine.cache.memory import Memory
 
 __all__ = ["Hit", "Memory"]

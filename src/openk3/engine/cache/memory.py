@@ -1,30 +1,16 @@
 """Memory of sequences: opened with what the cache has of them, grown, landed, closed."""
 
 from bisect import insort
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from openk3.engine.cache.hashing import Chain, media_marks, root_key
+from openk3.engine.cache.lookup import Found, Hit, longest
 from openk3.engine.cache.store import Holding, Kind, Store
 from openk3.engine.plan import Checkpoint, Copy, Geometry, Prompt
 from openk3.engine.types import Request
 
 if TYPE_CHECKING:
     from openk3.engine.sequence import Sequence
-
-Found = tuple[Store, Holding]
-
-
-@dataclass(frozen=True)
-class Hit:
-    """What the cache has of a prompt. The first `blocks` blocks can be skipped."""
-
-    blocks: int = 0
-    chain: int = 0
-    """Blocks whose latents are known; more than `blocks` where the state is missing."""
-    latents: tuple[Found, ...] = ()
-    """Pages of positions 0 .. blocks * hash_block - 1."""
-    state: Found | None = None
 
 
 class Memory:
@@ -87,36 +73,7 @@ class Memory:
         if not self.enabled or limit <= 0:
             return Hit()
         seq.chain.extend(seq.ids, len(seq.ids))
-        keys = seq.chain.keys
-        chain, pages = self._latents(keys)
-        chain = min(chain, limit)
-        for blocks in range(chain, 0, -1):
-            if state := self._find("state", keys[blocks - 1]):
-                latents = tuple(pages[: self.pages_for(blocks * self.block)])
-                return Hit(blocks, chain, latents, state)
-        return Hit(chain=chain)
-
-    def _latents(self, keys: list[bytes]) -> tuple[int, list[Found]]:
-        """Stage 1: blocks in the longest chain of whole pages and one page end, and the pages."""
-        step = self.page // self.block
-        pages: list[Found] = []
-        whole = 0
-        while whole + step <= len(keys):
-            found = self._find("latents", keys[whole + step - 1])
-            if not found:
-                break
-            pages.append(found)
-            whole += step
-        for end in range(min(whole + step - 1, len(keys)), whole, -1):
-            if found := self._find("latents", keys[end - 1]):
-                return end, [*pages, found]
-        return whole, pages
-
-    def _find(self, kind: Kind, key: bytes) -> Found | None:
-        for store in self.tiers:
-            if holding := store.index[kind].get(key):
-                return store, holding
-        return None
+        return longest(self.tiers, seq.chain.keys, limit, self.page // self.block)
 
     # A sequence's memory
 
@@ -125,7 +82,7 @@ class Memory:
         shared = sum(self._shares(found, i, hit) for i, found in enumerate(hit.latents))
         idle = sum(
             len(holding.pages)
-            for store, holding in (*hit.latents, *([hit.state] if hit.state else ()))
+            for store, holding in hit.found
             if store is self.pool and holding.refs == 0
         )
         return self.geometry.kda_groups + self.pages_for(len(seq.ids)) - shared + idle
@@ -141,11 +98,10 @@ class Memory:
         """Give a sequence its state, and what the hit has; False if the pages do not suffice."""
         pool = self.pool
         shares = [self._shares(found, i, hit) for i, found in enumerate(hit.latents)]
-        found = [*hit.latents, *([hit.state] if hit.state else ())]
-        for store, holding in found:
+        for store, holding in hit.found:
             store.pin(holding)
         if pool.free < self.geometry.kda_groups + len(shares) - sum(shares):
-            for store, holding in found:
+            for store, holding in hit.found:
                 store.release(holding)
             return False
         seq.live = pool.take(self.geometry.kda_groups)
