@@ -182,7 +182,7 @@ def test_snapshot_is_immutable_and_outlives_its_sandbox(aio, pool, fresh):
             (second, "two\nd/y\n"),
             (paused, "two\nd/y\n"),
         ):
-            copy = await Sandbox.create(saved.id, pool=pool)
+            copy = await Sandbox.create(saved.name, pool=pool)  # by name as well as by id
             assert (await copy.run("cat f; ls d/*")).stdout == expected
             await copy.kill()
             pool.delete_snapshot(saved.id)
@@ -476,6 +476,10 @@ def test_wrong_arguments_are_named(aio, pool):
         aio.run(Sandbox.create(pool=pool, on_timeout="stop"))
     with pytest.raises(InputError, match="gvisor"):
         aio.run(Sandbox.create(pool=pool, backend="gvisr"))
+    with pytest.raises(NotFoundError, match="no sandbox 0123456789"):
+        aio.run(Sandbox.connect("0123456789", pool=pool))
+    with pytest.raises(InputError, match="at least 1"):
+        aio.run(pool.fork("0123456789", 0, {}))
     with pytest.raises(NotFoundError, match="there are"):
         aio.run(Sandbox.create("no-such-template", pool=pool))
     with pytest.raises(NotFoundError):

@@ -47,7 +47,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--template", help="name of a template to make from --from")
     sub.add_argument("--from", dest="source", help="a folder, an OCI archive, or debootstrap:SUITE")
     sub = verb("new", new, "create a sandbox and print its id")
-    sub.add_argument("template", nargs="?", default="python", help="a template or snapshot")
+    sub.add_argument(
+        "template", nargs="?", default="python", help="a template, or a snapshot's id or name"
+    )
     sub.add_argument("--backend", default="auto", help="auto, gvisor, bwrap")
     sub.add_argument("--timeout", type=float, default=3600.0, help="seconds; 0 for never")
     sub.add_argument("--on-timeout", choices=["kill", "pause"], default="pause")

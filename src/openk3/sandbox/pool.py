@@ -7,6 +7,7 @@ manager loses nothing and two managers cannot disagree.
 import asyncio
 import os
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from openk3.errors import (
     BackendError,
     CheckpointError,
     ConflictError,
+    InputError,
     LimitError,
     NotFoundError,
     OpenK3Error,
@@ -84,7 +86,8 @@ class Pool:
         running = sum(record.state == "running" for record in recovery.records(self.home))
         if running + count > self.max_running:
             raise LimitError(
-                f"{running} sandboxes run and at most {self.max_running} may; pause or kill some"
+                f"{running} sandboxes run and at most {self.max_running} may, so {count} more "
+                "cannot start; pause or kill some"
             )
 
     async def create(
@@ -152,9 +155,7 @@ class Pool:
 
     def _choose_image(self, record: BoxRecord) -> None:
         """Where a new sandbox starts: a snapshot's image, the warm image, or a cold boot."""
-        snapshot = SnapshotRecord.path(self.home, record.template)
-        if record.template.startswith("snap") and snapshot.exists():
-            saved = SnapshotRecord.load(snapshot)
+        if saved := self._snapshot_called(record.template):
             if saved.backend != record.backend:
                 raise BackendError(
                     f"snapshot {saved.id} was made by backend {saved.backend}, not {record.backend}"
@@ -166,6 +167,16 @@ class Pool:
         record.template = catalog.get(self.home, record.template).id
         if record.backend == "gvisor":
             record.image = stock.warm_image(self.home, record.template)
+
+    def _snapshot_called(self, name: str) -> SnapshotRecord | None:
+        """By id or name; a template of the same name comes first."""
+        if not name.startswith("snap"):
+            with suppress(NotFoundError):
+                catalog.get(self.home, name)
+                return None
+        with suppress(NotFoundError):
+            return self.find_snapshot(name)
+        return None
 
     async def warm(self, template: str = "python", backend: str = "gvisor") -> str:
         """Keep a freshly started machine of a template as an image; creations restore it."""
@@ -290,6 +301,8 @@ class Pool:
         self, box_id: str, count: int, commit: dict[str, Any], *, memory: bool = True
     ) -> list[tuple[BoxRecord, Connection] | OpenK3Error]:
         """`count` copies of a running or paused sandbox; each result is a copy or its error."""
+        if count < 1:
+            raise InputError(f"fork: count = {count}: at least 1 is needed")
         self._require_room(count)
         with self.home.using():
             parent = self.record(box_id)

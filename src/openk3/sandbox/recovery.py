@@ -32,6 +32,8 @@ def settle(home: Home, box_id: str) -> BoxRecord:
     Raises NotFoundError.
     """
     path = BoxRecord.path(home, box_id)
+    if not path.exists():
+        raise NotFoundError(f"no sandbox {box_id}")
     record = BoxRecord.load(path)
     if record.state != "running" or is_owned(path.parent):
         return record

@@ -37,8 +37,11 @@ class Limits:
             value = getattr(self, item.name)
             if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
                 raise InputError(f"limits.{item.name} = {value!r}: a positive number is needed")
-        if self.memory_mb < 64 or self.disk_mb < 16 or self.processes < 8:
-            raise InputError("limits: at least 64 MiB of memory, 16 MiB of disk, 8 processes")
+        for name, least in (("memory_mb", 64), ("disk_mb", 16), ("processes", 8)):
+            if getattr(self, name) < least:
+                raise InputError(
+                    f"limits.{name} = {getattr(self, name)}: at least {least} is needed"
+                )
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
