@@ -149,6 +149,8 @@ class EngineConfig:
     """Draft tokens verified in one step; 0 turns speculation off."""
     draft: Literal["ngram", "mtp"] = "ngram"
     """Where drafts come from."""
+    cuda_graphs: bool = True
+    """On a GPU, record decoding steps once and replay them."""
     batch_invariant: bool = False
     """The same floats for a request whatever shares its steps; slower."""
     debug: bool = False

@@ -1,0 +1,198 @@
+"""A plan's chunks as numbers: rows that decode, chunks of prompts, and the tokens of both.
+
+Rows of decoding chunks are filled up to one length with tokens that nobody sees; their latents go
+to the scratch page.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openk3.engine.memory import PageMemory
+from openk3.engine.paged import DecodeRows, PagedSequence, PrefillChunk, PrefillRows
+from openk3.engine.plan import Checkpoint, Chunk, Copy
+from openk3.ops.kda.decode import Pending
+
+
+@dataclass(frozen=True)
+class HostRows:
+    """Decoding rows as lists; `DecodeRows` says what they are. The token lists are flat [B * T]."""
+
+    tokens: int
+    """T"""
+    ids: list[int]
+    page: list[int]
+    offset: list[int]
+    table: list[tuple[int, ...]]
+    """Rows of their own lengths."""
+    starts: list[int]
+    lengths: list[int]
+    states: list[list[int]]
+    windows: list[int]
+    accepted: list[int]
+    advance: list[int]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+
+def decode_rows(
+    chunks: Sequence[Chunk], memory: PageMemory, accepted: Mapping[int, int]
+) -> HostRows:
+    """Rows of chunks that advance by a token and its drafts each. `accepted` is by slot."""
+    tokens = max((len(c.token_ids) for c in chunks), default=0)
+    ids: list[int] = []
+    page: list[int] = []
+    offset: list[int] = []
+    for chunk in chunks:
+        spare = tokens - len(chunk.token_ids)
+        ids += chunk.token_ids + chunk.token_ids[-1:] * spare
+        own_page, own_offset = places(chunk, memory.geometry.page_tokens)
+        page += own_page + [memory.scratch] * spare
+        offset += own_offset + [0] * spare
+    return HostRows(
+        tokens,
+        ids,
+        page,
+        offset,
+        [c.latent_pages for c in chunks],
+        [c.start for c in chunks],
+        [c.start + len(c.token_ids) for c in chunks],
+        [[c.state_pages[g] for c in chunks] for g in range(memory.geometry.kda_groups)],
+        [c.slot for c in chunks],
+        [accepted.get(c.slot, 0) for c in chunks],
+        [advance(c) for c in chunks],
+    )
+
+
+def places(chunk: Chunk, page_tokens: int) -> tuple[list[int], list[int]]:
+    """Page and offset of each token's latent."""
+    positions = range(chunk.start, chunk.start + len(chunk.token_ids))
+    pages = [chunk.latent_pages[p // page_tokens] for p in positions]
+    return pages, [p % page_tokens for p in positions]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A step for the model."""
+
+    input_ids: Tensor
+    """[1, N]"""
+    sequence: PagedSequence
+    wanted: Tensor
+    """The tokens whose logits choose."""
+
+
+def build(
+    rows: HostRows,
+    decode: Sequence[Chunk],
+    prefill: Sequence[Chunk],
+    memory: PageMemory,
+    pending: dict[int, Pending],
+) -> Batch:
+    """Tensors of `rows`, which are `decode`'s, and of the prefill chunks."""
+    ids, page, offset = list(rows.ids), list(rows.page), list(rows.offset)
+    for chunk in prefill:
+        ids += chunk.token_ids
+        own_page, own_offset = places(chunk, memory.geometry.page_tokens)
+        page += own_page
+        offset += own_offset
+    device = memory.device
+    sequence = PagedSequence(
+        memory,
+        ints(page, device),
+        ints(offset, device),
+        _device_rows(rows, device, bool(pending)) if decode else None,
+        _prefill_rows(prefill, len(rows.ids), device) if prefill else None,
+        pending,
+    )
+    return Batch(ints(ids, device)[None], sequence, ints(wanted(rows, decode, prefill), device))
+
+
+def ints(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+def _device_rows(rows: HostRows, device: torch.device, windowed: bool) -> DecodeRows:
+    longest = max(len(pages) for pages in rows.table)
+    table = [(*pages, *pages[:1] * longest)[:longest] for pages in rows.table]
+    made = DecodeRows(
+        rows.tokens,
+        ints(table, device, torch.int32),
+        ints(rows.starts, device),
+        ints(rows.lengths, device),
+        ints(rows.states, device, torch.int32),
+    )
+    if windowed:
+        made.windows = ints(rows.windows, device, torch.int32)
+        made.accepted = ints(rows.accepted, device, torch.int32)
+        made.advance = ints(rows.advance, device, torch.int32)
+    return made
+
+
+def _prefill_rows(chunks: Sequence[Chunk], first: int, device: torch.device) -> PrefillRows:
+    lengths = [len(c.token_ids) for c in chunks]
+    starts = [0, *itertools.accumulate(lengths)]
+    parts = [
+        PrefillChunk(first + begin, count, c.start, ints(c.latent_pages, device))
+        for c, begin, count in zip(chunks, starts[:-1], lengths, strict=True)
+    ]
+    states = list(zip(*(c.state_pages for c in chunks), strict=True))
+    rows = PrefillRows(parts, ints(starts, device, torch.int32), ints(states, device))
+    inner = [(i, point) for i, c in enumerate(chunks) for point in inside(c)]
+    if inner:
+        rows.inner = [(i, point.position - chunks[i].start) for i, point in inner]
+        rows.inner_flat = ints([starts[i] + count - 1 for i, count in rows.inner], device)
+        rows.inner_pages = ints(list(zip(*(p.pages for _, p in inner), strict=True)), device)
+    return rows
+
+
+def wanted(rows: HostRows, decode: Sequence[Chunk], prefill: Sequence[Chunk]) -> list[int]:
+    """Places in the packed row of the tokens behind which a token is chosen."""
+    found: list[int] = []
+    for i, chunk in enumerate(decode):
+        last = i * rows.tokens + len(chunk.token_ids)
+        found += range(last - chunk.num_drafts - 1, last) if chunk.samples else ()
+    end = len(rows.ids)
+    for chunk in prefill:
+        end += len(chunk.token_ids)
+        found += [end - 1] if chunk.samples else []
+    return found
+
+
+def state_copies(chunks: Sequence[Chunk], behind: frozenset[int]) -> tuple[list[Copy], list[Copy]]:
+    """Checkpoints that are copies of live pages, before the pass and after it.
+
+    A row whose slot is in `behind` has a window: the pass itself brings its state to its start.
+    """
+    before: list[Copy] = []
+    after: list[Copy] = []
+    for chunk in chunks:
+        end = chunk.start + len(chunk.token_ids) - chunk.num_drafts
+        for point in chunk.checkpoints:
+            copies = [Copy(*pair) for pair in zip(chunk.state_pages, point.pages, strict=True)]
+            if point.position == end or (point.position == chunk.start and chunk.slot in behind):
+                after += copies
+            elif point.position == chunk.start:
+                before += copies
+    return before, after
+
+
+def advance(chunk: Chunk) -> int:
+    """By how many tokens the state of a row with a window moves on at once, to a checkpoint."""
+    end = chunk.start + len(chunk.token_ids)
+    if any(point.position > chunk.start for point in chunk.checkpoints):
+        assert chunk.num_drafts == 0, "a state among drafts is asked for"
+        assert chunk.checkpoints[-1].position == end
+        return len(chunk.token_ids)
+    return 0
+
+
+def inside(chunk: Chunk) -> list[Checkpoint]:
+    """Checkpoints strictly inside of a chunk."""
+    end = chunk.start + len(chunk.token_ids)
+    return [point for point in chunk.checkpoints if chunk.start < point.position < end]
