@@ -3,15 +3,16 @@
     python benchmarks/engine.py cpu [--venv /tmp/openk3-peer]
     python benchmarks/engine.py gpu [--requests 256]
 
-cpu: hidden 256, 8 layers (6 KDA, 2 MLA), 8 experts top-2, vocabulary 8192, float32, 2 threads. Decode
-of one sequence against the peer's `generate` of a model of the same sizes, in alternating turns; 16
-requests at once against one by one; time to first token of a prompt of 16 pages, cold and cached.
-gpu: a K3-shaped model of 2 B parameters with random weights in bfloat16; 256 requests of 100 to 1024
-tokens each way against a loop of `model.generate`, and the time of a decoding step at 1K and 64K
-tokens of context beside the time its weights and memory take to read.
+cpu: hidden 256, 8 layers (6 KDA, 2 MLA), 8 experts top-2, vocabulary 8192, float32, 2 threads.
+Decoding of one sequence against the peer's `generate` of a model of the same sizes, in alternating
+turns; 16 requests at once against one by one; time to the first token of a prompt of 16 pages, cold
+and cached. gpu: a K3-shaped model of 2 B parameters, random weights in bfloat16; 256 requests of
+100 to 1024 tokens each way against a loop of `model.generate`, and the time of a decoding step at
+1K and 64K tokens of context beside the time its weights take to read.
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -117,11 +118,12 @@ config = KimiLinearConfig(
                             head_dim=64, short_conv_kernel_size=4))
 model = KimiLinearForCausalLM(config).eval().float()
 ids = torch.randint(10, 8000, (1, 16))
-model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=2)
+options = dict(do_sample=False, eos_token_id=None, pad_token_id=2)
+model.generate(ids, max_new_tokens=4, **options)
 print("ready", flush=True)
 for line in sys.stdin:
     begin = time.perf_counter()
-    model.generate(ids, max_new_tokens=int(line), do_sample=False, eos_token_id=None, pad_token_id=2)
+    model.generate(ids, max_new_tokens=int(line), **options)
     print(json.dumps(time.perf_counter() - begin), flush=True)
 """
 
@@ -228,8 +230,8 @@ def on_gpu(num_requests: int, memory_gb: float) -> None:
     first = statistics.median(t[0] for t in times.values())
     per_token = statistics.median((t[-1] - t[0]) / (len(t) - 1) for t in times.values())
     print(
-        f"{num_requests} requests: {new / wall:.0f} new tokens/s, TTFT median {first * 1e3:.0f} ms, "
-        f"TPOT median {per_token * 1e3:.1f} ms, {engine.stats().steps} steps"
+        f"{num_requests} requests: {new / wall:.0f} new tokens/s, TTFT median {first * 1e3:.0f} "
+        f"ms, TPOT median {per_token * 1e3:.1f} ms, {engine.stats().steps} steps"
     )
 
     ids = torch.tensor([requests[0].prompt_ids], device=device)
@@ -246,7 +248,7 @@ def on_gpu(num_requests: int, memory_gb: float) -> None:
         begin = time.perf_counter()
         one = serve(engine, [Request(f"long{context}", prompt(rng, context), greedy(100))])
         own = one[f"long{context}"]
-        steps[context] = statistics.median(b - a for a, b in zip(own[10:], own[11:], strict=False))
+        steps[context] = statistics.median(b - a for a, b in itertools.pairwise(own[10:]))
         print(f"context {context}: first token {own[0]:.2f} s, TPOT {steps[context] * 1e3:.2f} ms")
     print(f"TPOT at 64K over 1K: {steps[65536] / steps[1024]:.2f} (1.3)")
     floor = decode_bytes(model) / COPY_BYTES_PER_S
