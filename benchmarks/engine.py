@@ -25,6 +25,7 @@ import torch
 from openk3.config import LinearAttnConfig, ModelConfig
 from openk3.engine import Engine, EngineConfig, Request, SamplingParams
 from openk3.model import K3, cast
+from openk3.model.init import fill, init_buffers
 
 PEER_NEEDS = ["torch==2.13.0", "transformers==5.24.0"]
 COPY_BYTES_PER_S = 4.2e12  # what an H200 reads, of 4.8e12
@@ -207,8 +208,13 @@ def on_cpu(venv: str) -> None:
 
 def on_gpu(num_requests: int, memory_gb: float) -> None:
     device = torch.device("cuda")
-    with torch.device(device):
-        model = cast(K3(two_billion()), torch.bfloat16).eval()
+    with torch.device(device), torch.no_grad():
+        model = K3(two_billion(), seed=None)
+        rng = torch.Generator(device).manual_seed(0)
+        for name, weight in model.named_parameters():
+            fill(name, weight, 0.02, rng)
+        init_buffers(model)
+    model = cast(model, torch.bfloat16).eval()
     billions = sum(p.numel() for p in model.parameters()) / 1e9
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {billions:.2f} B parameters")
     rng = random.Random(0)

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -80,7 +81,7 @@ class ModelRunner:
         behind = taken if self._pending else frozenset()
         before, after = batch.state_copies(plan.chunks, behind)
         self.memory.copy(before)
-        with evaluation_mode(self.model):
+        with evaluation_mode(self.model) if self.model.training else nullcontext():
             logits = self._pass(decode, prefill)
         self.memory.copy(after)
         rows = [row for c in (*decode, *prefill) for row in _sampling_rows(c)]

@@ -30,7 +30,8 @@ def sort_by_expert(ids: Tensor, num_experts: int) -> Permutation:
     order = torch.argsort(flat, stable=True)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(flat.numel(), device=flat.device)
-    counts = torch.bincount(flat, minlength=num_experts)
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
+    counts.scatter_add_(0, flat, torch.ones_like(flat))  # bincount would wait for the device
     return Permutation(order, inverse, counts.cumsum(0).to(torch.int32))
 
 
