@@ -21,6 +21,7 @@ from openk3.ops.precision import wide_dtype
 
 Form = Literal["expanded", "absorbed"]
 MAX_SCORES = 1 << 26  # scores held at once when their maxima are wanted
+MAX_MASKED = 1 << 29  # scores held at once when new queries follow cached positions
 
 
 def attend(
@@ -114,9 +115,23 @@ def _expanded(q, latent, k_rope, kv_b, scale, want_peak) -> tuple[Tensor, Any]:
         o, peak = _explicit(q_BHTD, k_BHSD, v_BHSV, mask, scale)
         return o.transpose(1, 2), peak
     square = mask is not None and q.shape[1] == k.shape[1]
-    o = F.scaled_dot_product_attention(
-        q_BHTD, k_BHSD, v_BHSV, None if square else mask, is_causal=square, scale=scale
-    )
+    pieces = [slice(None)]
+    if mask is not None and not square:
+        # with a mask the scores of all queries may be held at once; a few at a time are not many
+        rows = max(1, MAX_MASKED // (q_BHTD.shape[:2].numel() * k.shape[1]))
+        pieces = [slice(i, i + rows) for i in range(0, q.shape[1], rows)]
+    outputs = [
+        F.scaled_dot_product_attention(
+            q_BHTD[:, :, here],
+            k_BHSD,
+            v_BHSV,
+            None if square or mask is None else mask[here],
+            is_causal=square,
+            scale=scale,
+        )
+        for here in pieces
+    ]
+    o = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
     peak = _peak(q_BHTD, k_BHSD, mask, scale) if want_peak else None
     return o.transpose(1, 2), peak
 
