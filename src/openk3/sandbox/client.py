@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +215,11 @@ class Connection:
             return  # the reader notices and ends every call
 
     async def close(self) -> None:
-        """Hang up."""
-        self.task.cancel()
-        self.writer.close()
+        """Hang up, so that the keeper hears of it even when this event loop stops right after."""
         self.closed = True
+        self.task.cancel()
+        sock = self.writer.get_extra_info("socket")
+        if sock is not None and not self.writer.transport.get_write_buffer_size():
+            with suppress(OSError):  # the keeper was first
+                sock.shutdown(socket.SHUT_RDWR)
+        self.writer.close()
