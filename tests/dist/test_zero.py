@@ -18,6 +18,7 @@ LAYOUTS = {
     "zero 1": ParallelRecipe(zero=1),
     "zero 2, experts of two": ParallelRecipe(zero=2, expert=2),
     "zero 3, experts of four": ParallelRecipe(zero=3, expert=4),
+    "zero 3, experts of four, unbalanced": ParallelRecipe(zero=3, expert=4, balance_experts=False),
     "zero 3, two copies": ParallelRecipe(zero=3, replicate=2),
     "zero 1, two copies, experts of two": ParallelRecipe(zero=1, replicate=2, expert=2),
 }

@@ -48,9 +48,10 @@ def open_training(path: Path) -> Survey:
         raise CheckpointError(f"{path} holds no model")
     config = ModelConfig.from_hf(raw).replace(quantization=None)  # masters are never packed
     if sharded:
+        from openk3.checkpoint.sharded import Reader
         from openk3.checkpoint.sharded_source import entries_of
 
-        entries = entries_of(path)
+        entries = entries_of(Reader(path))
     else:
         entries = read_header(path / "model.safetensors")
     return usable(compare(Survey(path, config, config.to_hf(), entries)))

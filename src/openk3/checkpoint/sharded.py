@@ -46,6 +46,7 @@ from openk3.checkpoint.training import CheckpointFolder, read_state, write_state
 from openk3.errors import CheckpointError, StorageError
 
 FORMAT = "sharded"
+_UNREADABLE = (OSError, EOFError, ValueError, RuntimeError, pickle.UnpicklingError)
 
 
 @dataclass(frozen=True)
@@ -162,22 +163,20 @@ def fill(path: Path, boxes: Boxes) -> None:
 
     Raises CheckpointError naming a tensor that is missing, too many or of another shape.
     """
-    wanted = {f"{part}/{n}": box for part, named in boxes.items() for n, box in named.items()}
     if read_state(path).get("format") == FORMAT:
-        parts = tuple(f"{part}/" for part in boxes)
-        saved = {n: facts for n, facts in tensors_of(path).items() if n.startswith(parts)}
-        shapes = {name: tuple(facts.size) for name, facts in saved.items()}
-        _require_fit(path, shapes, wanted)
-        read_boxes(path, wanted)
+        reader = Reader(path)
+        for part, named in boxes.items():
+            held = reader.part(part)
+            _require_fit(path, {n: tuple(facts.size) for n, facts in held.items()}, named)
+            reader.fill(part, named)
         return
     for part, named in boxes.items():
         with safe_open(path / f"{part}.safetensors", "pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             _require_fit(path, {n: tuple(s.get_shape()) for n, s in slices.items()}, named)
             for name, box in named.items():
-                whole = slices[name]
                 rows = slice(box.start, box.start + len(box.rows)) if box.shape else ...
-                box.rows.detach().copy_(whole[rows])
+                box.rows.detach().copy_(slices[name][rows])
 
 
 def _require_fit(
@@ -195,40 +194,46 @@ def _require_fit(
             )
 
 
-def read_whole(path: Path, part: str, names: tuple[str, ...] | None = None) -> dict[str, Tensor]:
-    """The tensors of one part, or those of `names`, whole, on the CPU. Raises CheckpointError."""
-    found = {
-        name.removeprefix(f"{part}/"): facts
-        for name, facts in tensors_of(path).items()
-        if name.startswith(f"{part}/")
-    }
+def read_whole(path: Path, part: str) -> dict[str, Tensor]:
+    """The tensors of one part, whole, on the CPU. Raises CheckpointError."""
+    reader = Reader(path)
     tensors = {
         name: torch.empty(facts.size, dtype=facts.properties.dtype)
-        for name, facts in found.items()
-        if names is None or name in names
+        for name, facts in reader.part(part).items()
     }
-    read_boxes(path, {f"{part}/{name}": Box.whole(t) for name, t in tensors.items()})
+    reader.fill(part, {name: Box.whole(tensor) for name, tensor in tensors.items()})
     return tensors
 
 
-def tensors_of(path: Path) -> dict[str, TensorStorageMetadata]:
-    """What a sharded checkpoint holds, by part/name. Raises CheckpointError."""
-    try:
-        metadata = FileSystemReader(path).read_metadata()
-    except (OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"cannot read {path / '.metadata'}: {error}") from error
-    held = metadata.state_dict_metadata
-    return {n: facts for n, facts in held.items() if isinstance(facts, TensorStorageMetadata)}
+class Reader:
+    """A sharded checkpoint, opened by one process for itself. Raises CheckpointError."""
 
+    def __init__(self, path: Path) -> None:
+        self.path, self._files = path, FileSystemReader(path)
+        try:
+            self._metadata = self._files.read_metadata()
+        except _UNREADABLE as error:
+            raise CheckpointError(f"cannot read {path / '.metadata'}: {error}") from error
+        self._files.set_up_storage_reader(self._metadata, is_coordinator=True)
 
-def read_boxes(path: Path, boxes: Mapping[str, Box]) -> None:
-    """Fill boxes, by part/name, from a sharded checkpoint. Raises CheckpointError."""
-    some = {name: box for name, box in boxes.items() if box.rows.numel()}
-    try:
-        dcp.load(some, storage_reader=FileSystemReader(path), planner=_LoadPlanner(), no_dist=True)
-    except CheckpointException as error:
-        reasons = [str(reason) for reason, _ in error.failures.values()]
-        raise CheckpointError(f"cannot read {path}: {'; '.join(reasons)}") from error
+    def part(self, part: str) -> dict[str, TensorStorageMetadata]:
+        """Shape, dtype and chunks of the tensors of one part, by name."""
+        held = self._metadata.state_dict_metadata
+        return {
+            name.removeprefix(f"{part}/"): facts
+            for name, facts in held.items()
+            if name.startswith(f"{part}/") and isinstance(facts, TensorStorageMetadata)
+        }
+
+    def fill(self, part: str, boxes: Mapping[str, Box]) -> None:
+        """Copy the rows that the boxes ask for."""
+        planner = _LoadPlanner()
+        wanted = {f"{part}/{name}": box for name, box in boxes.items() if box.rows.numel()}
+        planner.set_up_planner(wanted, self._metadata, is_coordinator=True)
+        try:
+            self._files.read_data(planner.create_local_plan(), planner).wait()
+        except _UNREADABLE as error:
+            raise CheckpointError(f"cannot read {self.path}: {error}") from error
 
 
 class _SavePlanner(DefaultSavePlanner):

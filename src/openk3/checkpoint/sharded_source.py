@@ -9,21 +9,20 @@ from torch import Tensor
 from openk3.checkpoint.hf.header import Entry
 from openk3.checkpoint.hf.layout import Parameter
 from openk3.checkpoint.hf.read import DTYPES, NAMES
-from openk3.checkpoint.sharded import Box, read_boxes, tensors_of
+from openk3.checkpoint.sharded import Box, Reader
 from openk3.errors import CheckpointError
 from openk3.ops import mx
 
-PART = "model/"
+PART = "model"
 
 
-def entries_of(path: Path) -> dict[str, Entry]:
+def entries_of(reader: Reader) -> dict[str, Entry]:
     """Its weights by name, as the headers of a model folder would list them."""
     entries = {}
-    for key, facts in tensors_of(path).items():
-        if key.startswith(PART):
-            name, dtype = key.removeprefix(PART), NAMES[facts.properties.dtype]
-            size = prod(facts.size) * facts.properties.dtype.itemsize
-            entries[name] = Entry(name, dtype, tuple(facts.size), path / ".metadata", 0, size)
+    for name, facts in reader.part(PART).items():
+        dtype, size = facts.properties.dtype, prod(facts.size)
+        shape, path = tuple(facts.size), reader.path / ".metadata"
+        entries[name] = Entry(name, NAMES[dtype], shape, path, 0, size * dtype.itemsize)
     return entries
 
 
@@ -31,7 +30,8 @@ class ShardedSource:
     """Its weights, read when they are asked for; a `Source`."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._entries = path, entries_of(path)
+        self._path, self._reader = path, Reader(path)
+        self._entries = entries_of(self._reader)
 
     def stored(self, parameter: Parameter) -> str:
         return self._entries[parameter.name].dtype
@@ -40,7 +40,7 @@ class ShardedSource:
         entry = self._entries[parameter.name]
         first, count = (0, entry.shape[0]) if expert is None else (expert, 1)
         rows = torch.empty(count, *entry.shape[1:], dtype=DTYPES[entry.dtype])
-        read_boxes(self._path, {PART + parameter.name: Box(rows, entry.shape, first)})
+        self._reader.fill(PART, {parameter.name: Box(rows, entry.shape, first)})
         return rows if expert is None else rows[0]
 
     def packed(self, parameter: Parameter, expert: int) -> mx.Quantized:

@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> int:
-    """Run `k3 pretrain`. Returns the exit code: 130 when the run was asked to stop."""
+    """Run `k3 pretrain`. Returns the exit code: 130 when a signal asked the run to stop."""
     recipe, options = _parse(argv)
     common.use_threads(options.threads or recipe.run.threads)
     folder = run_folder(recipe, options.recipes)
     trainer = train(recipe, folder, resume=options.resume == "auto")
+    code = 0 if trainer.finished or trainer.paused else 130
     if not trainer.world.is_main:
-        return 0 if trainer.finished else 130
+        return code
     if trainer.finished:
         facts = results(trainer, folder)
         sys.stdout.write(common.json_text(facts) if options.json else render(facts))
@@ -30,7 +31,7 @@ def main(argv: list[str]) -> int:
         f"stopped after step {trainer.progress.step} of {recipe.train.steps}; a checkpoint is in "
         f"{folder / 'checkpoints'}\ngo on with: {command}\n"
     )
-    return 130
+    return code
 
 
 def _parse(argv: list[str]) -> tuple[Recipe, argparse.Namespace]:

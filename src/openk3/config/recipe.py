@@ -151,6 +151,8 @@ class RunRecipe:
     """cpu, cuda, cuda:N, or auto (a GPU when torch sees one)."""
     threads: int = 0
     """CPU threads; 0 leaves torch's choice."""
+    stop_after: int = 0
+    """Save and stop after this step, to go on with --resume auto; 0 means not before the last."""
     checkpoint_every: int = 200
     """Steps between checkpoints; 0 writes only the last."""
     keep_checkpoints: int = 2
@@ -175,7 +177,7 @@ class RunRecipe:
     """Send metrics there too: wandb, trackio, tensorboard."""
 
     def __post_init__(self) -> None:
-        at_least(self, 0, "threads", "checkpoint_every", "keep_checkpoints")
+        at_least(self, 0, "threads", "stop_after", "checkpoint_every", "keep_checkpoints")
         at_least(self, 0, "eval_every", "eval_tokens", "final_eval_tokens")
         at_least(self, 0, "sample_every", "sample_tokens", "observe_every")
         at_least(self, 1, "hang_seconds")

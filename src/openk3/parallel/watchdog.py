@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from openk3.errors import LostProcessError, OpenK3Error
 from openk3.obs import log
+from openk3.parallel import world
 from openk3.parallel.world import Pulse, World
 
 LOST_S = 20.0
@@ -33,6 +34,7 @@ BEATS = 4
 """Silent beats that mark the lost process where a connection broke."""
 EXIT_CODE = 70
 VERDICT = "verdict"
+_OWN_FILES = (__file__, world.__file__)
 _STORE_GONE = (RuntimeError, ConnectionError)
 _KEEPER_GONE = "the store of this run is gone, and with it its keeper: torchrun, or rank 0"
 
@@ -40,6 +42,8 @@ _KEEPER_GONE = "the store of this run is gone, and with it its keeper: torchrun,
 def locate_main_thread() -> tuple[str, bool]:
     """`file:line function` of the main thread, and whether it waits in a collective there."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_code.co_filename in _OWN_FILES:
+        frame = frame.f_back  # it is just telling
     if frame is None:
         return "its end", False
     code, line = frame.f_code, frame.f_lineno
@@ -78,9 +82,8 @@ class Watchdog:
         if self.pulse.count != self._progress[0]:
             self._progress = (self.pulse.count, self._clock())
         stalled = self._clock() - self._progress[1]
-        # one neighbour at a time is enough to notice a death; everyone is asked once this one waits
-        asked = self._others if stalled > self.lost_s / 2 else self._others[:1]
-        found = self._lost(asked, self.lost_s)
+        # one neighbour each is enough: before every row of dead ones stands one that lives
+        found = self._lost(self._others[:1], self.lost_s)
         if found is None and stalled >= self.seconds:
             found = self._behind()
         return None if found is None else self._conclude(found)
@@ -161,16 +164,16 @@ class watched:  # noqa: N801  (used as a function)
         self._done = threading.Event()
 
     def __enter__(self) -> None:
-        world = self.world
-        if world.size == 1:
+        if self.world.size == 1:
             return
-        store = _connect(world.size, self.seconds)
-        self._dog = Watchdog(store, world.rank, world.size, world.pulse, self.seconds)
+        rank, size, self.pulse = self.world.rank, self.world.size, self.world.pulse
+        store = _connect(size, self.seconds)
+        self._dog = Watchdog(store, rank, size, self.pulse, self.seconds)
         self._thread = threading.Thread(
             target=_look_around, args=(self._dog, self._done), daemon=True
         )
         self._thread.start()
-        world.pulse.listener = self._dog.tell
+        self.pulse.listener = self._dog.tell
 
     def __exit__(
         self,
@@ -180,7 +183,7 @@ class watched:  # noqa: N801  (used as a function)
     ) -> None:
         if self.world.size == 1:
             return
-        self.world.pulse.listener = None
+        self.pulse.listener = None
         self._done.set()
         self._thread.join()
         if error is None:
@@ -193,7 +196,7 @@ class watched:  # noqa: N801  (used as a function)
             if reason is None:
                 error.add_note(self._dog.fail(error))
         except _STORE_GONE as gone:
-            reason = f"{_KEEPER_GONE}; rank {self.world.rank} was in {self.world.pulse} ({gone})"
+            reason = f"{_KEEPER_GONE}; rank {self.world.rank} was in {self.pulse} ({gone})"
         if reason is not None:
             raise LostProcessError(reason) from error
 

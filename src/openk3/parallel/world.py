@@ -119,7 +119,11 @@ def join(device: str = "auto") -> Iterator[World]:
     if size == 1:
         yield World(device=chosen)
         return
-    dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+    backend = "nccl" if chosen.type == "cuda" else "gloo"
+    store, _, _ = next(dist.rendezvous("env://", rank, size))
+    # torchrun keeps its store over restarts, and with it the addresses of processes that are gone
+    attempt = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    dist.init_process_group(backend, store=attempt, rank=rank, world_size=size)
     try:
         yield World(rank, size, chosen)
     finally:

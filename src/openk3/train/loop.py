@@ -155,7 +155,14 @@ class Trainer:
             self._event("diverged", str(error))
             raise
 
+    @property
+    def paused(self) -> bool:
+        """Whether the recipe says to stop here."""
+        return 0 < self.recipe.run.stop_after <= self.progress.step
+
     def _asked_to_stop(self) -> bool:
+        if self.paused:
+            return True
         wish = torch.tensor([int(bool(self.stop))], device=self.world.device)
         return bool(self.world.max(wish).item())
 
