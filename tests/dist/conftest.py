@@ -3,6 +3,7 @@
 import multiprocessing
 import tempfile
 import traceback
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -39,17 +40,19 @@ class Ranks:
         self._start()
         for pipe in self.pipes[:size]:
             pipe.send((size, work, args))
-        answers = []
-        for rank, pipe in enumerate(self.pipes[:size]):
-            if not pipe.poll(PATIENCE):
+        answers, waiting = [None] * size, dict(zip(self.pipes[:size], range(size), strict=True))
+        while waiting:
+            ready = wait(list(waiting), PATIENCE)
+            if not ready:
                 self.stop()
-                pytest.fail(f"rank {rank} of {size} gave no answer in {PATIENCE} s")
-            answers.append(pipe.recv())
-        failed = [f"rank {i}:\n{text}" for i, (good, text) in enumerate(answers) if not good]
-        if failed:
-            self.stop()  # the others may wait inside a collective
-            pytest.fail("\n".join(failed))
-        return [result for _, result in answers]
+                pytest.fail(f"ranks {list(waiting.values())} of {size} hang for {PATIENCE} s")
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                good, answers[rank] = pipe.recv()
+                if not good:
+                    self.stop()  # the others may wait inside a collective
+                    pytest.fail(f"rank {rank} of {size}:\n{answers[rank]}")
+        return answers
 
     def _start(self):
         if self.processes:

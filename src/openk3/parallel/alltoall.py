@@ -53,9 +53,9 @@ class AllToAllDispatcher:
         back = torch.empty_like(y).index_copy(0, by_expert, y)
         back = _Exchange.apply(back, sent, received, self.group)
 
-        weighted = back.to(weights.dtype) * weights.reshape(-1)[order, None]
-        out = weighted.new_zeros(x.shape).index_add(0, order // ids.shape[1], weighted)
-        return out.to(x.dtype)
+        pairs = back.new_zeros(flat.numel(), x.shape[1]).index_copy(0, order, back)
+        pairs = pairs.view(*ids.shape, x.shape[1]).to(weights.dtype)
+        return torch.einsum("tkl,tk->tl", pairs, weights).to(x.dtype)
 
 
 class _Exchange(torch.autograd.Function):

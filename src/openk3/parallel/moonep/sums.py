@@ -45,7 +45,7 @@ def _add_up_on_gpu(rows: Tensor, groups: Groups) -> Tensor:
 
     out = rows.new_empty(groups.num_targets, rows.shape[1])
     if out.numel():
-        block = min(512, 1 << (rows.shape[1] - 1).bit_length())
+        block = min(1024, 1 << (rows.shape[1] - 1).bit_length())
         launch(
             kernels.add_rows, (len(out), -(-rows.shape[1] // block)), rows, groups.order,
             groups.starts, out, L=rows.shape[1], BLOCK=block, ZERO=True,

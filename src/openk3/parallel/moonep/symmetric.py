@@ -159,7 +159,7 @@ class Symmetric:
 
     def gather(self, route: SymmetricRoute, rows: Tensor) -> Tensor:
         region, tokens, width = self.regions.rooms[1], route.tokens, rows.shape[1]
-        block = min(512, _block(width))
+        block = _block(width)
         chunks = -(-width // block)
         launch(
             kernels.add_rows, (self.num_rows, chunks), rows, route.sums.order, route.sums.starts,
