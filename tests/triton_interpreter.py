@@ -4,10 +4,11 @@ The variable must be set before a kernel module is imported; kernel modules are 
 """
 
 import os
+from importlib.util import find_spec
 
 import torch
 
-if not torch.cuda.is_available():
+if not torch.cuda.is_available() and find_spec("triton"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 

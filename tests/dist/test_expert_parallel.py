@@ -74,6 +74,32 @@ def check(found, size, case, padding=0.0):
         assert any(rank[2].abs().max() > 1e-3 for rank in found if rank[2].numel())
 
 
+def tiled(group, parts):
+    """One step with the products of a GPU, whose kernels run in the interpreter."""
+    import triton_interpreter  # noqa: F401
+
+    dispatcher = MoonEPDispatcher(None, 4, Collectives(group, align=64))
+    experts = keep_block(Toy(4, latent=64, inner=64), group.rank(), group.size())
+    x, ids, logits = parts[group.rank()]
+    leaf, scores = x.requires_grad_(), logits.requires_grad_()
+    out = dispatcher(leaf, ids, scores.softmax(-1), experts)
+    (out * probe(group.rank(), len(x), 64)).sum().backward()
+    grads = [w.grad for w in (experts.w1, experts.w3, experts.w2)]
+    return [out.detach(), leaf.grad, scores.grad, *grads]
+
+
+@pytest.mark.parametrize("favourites", [[0, 1], [0, 1, 2, 3]])
+def test_tiled_products_between_collectives(ranks, favourites):
+    pytest.importorskip("triton")
+    parts = [draw_tokens(n, 4, 2, n, favourites, latent=64) for n in (5, 0)]
+    found = ranks(2, tiled, parts)
+    per_rank, weight_grads = one_device(parts, 4, latent=64, inner=64)
+    for rank in range(2):
+        blocks = [grad[2 * rank : 2 * rank + 2] for grad in weight_grads]
+        for got, wanted in zip(found[rank], [*per_rank[rank], *blocks], strict=True):
+            assert relative_error(got, wanted) < 1e-5
+
+
 def two_layers(group, kind, steps=2):
     """Two layers share a dispatcher; the second's forward runs before the first's backward."""
     dispatcher = KINDS[kind](group, 8)

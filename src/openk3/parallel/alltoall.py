@@ -75,10 +75,11 @@ class _Exchange(torch.autograd.Function):
 
 
 def exchange(
-    rows: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup
-) -> Tensor:
-    """rows [sum(sent), ...] by receiving rank -> [sum(received), ...] by sending rank."""
-    out = rows.new_empty(sum(received), *rows.shape[1:])
+    rows: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """rows [sum(sent), ...] by receiving rank -> [sum(received), ...] by sending rank, in `out`."""
+    out = rows.new_empty(sum(received), *rows.shape[1:]) if out is None else out
     dist.all_to_all_single(out, rows.contiguous(), list(received), list(sent), group=group)
     return out
 

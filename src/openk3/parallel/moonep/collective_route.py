@@ -41,18 +41,23 @@ class CollectiveRoute(Route):
     token_sent: Groups
     """[U]: the token of each row sent."""
     top_k: int
+    num_arriving: int
+    """Tokens received; row_source counts one more, the source of padding rows."""
     pair_sent: Tensor
     """[P]: the pair of each row announced."""
     pair_row: Tensor
-    """[N]: the row of each pair in the order in which they were announced here."""
+    """The row of each pair in the order in which they were announced here."""
     row_source: Groups
     """[N]: the received token of each row."""
 
 
 def open_route(
-    layout: Layout, tokens: TokenMap, weights: Tensor, pg: dist.ProcessGroup
+    layout: Layout, tokens: TokenMap, weights: Tensor, pg: dist.ProcessGroup, *, split: bool
 ) -> CollectiveRoute:
-    """Exchange sizes, then announcements. weights [T, k]."""
+    """Exchange sizes, then announcements. weights [T, k].
+
+    `split`: tell the products on the host where the rows of own experts end.
+    """
     sizes = _read_sizes(layout, tokens, pg)
     pair_sent = _by_rank(tokens.rank, tokens.rank >= 0, sum(sizes.pairs.sent))
     traveller = _by_rank(tokens.rank, tokens.travels, sum(sizes.tokens.sent))
@@ -69,16 +74,17 @@ def open_route(
     announced = exchange(message, sizes.pairs.received, sizes.pairs.sent, pg)
     row = announced[:, 0].long()
     first = _spread(_starts(sizes.tokens.received), sizes.pairs.received, row.device)
-    source = torch.empty_like(row)
+    arriving = sum(sizes.tokens.received)
+    source = row.new_full((sizes.num_rows,), arriving)
     source[row] = announced[:, 1] + first
-    bits = torch.empty_like(announced[:, 2])
+    bits = announced.new_zeros(sizes.num_rows)
     bits[row] = announced[:, 2]
     copies, lent = _lending(sizes.redundant, layout.block, pg.rank())
     return CollectiveRoute(
         layout=layout,
         weights=bits.view(torch.float32),
         ends=layout.sizes[pg.rank()].cumsum(0).to(torch.int32),
-        num_own=sizes.num_own,
+        num_own=sizes.num_own if split else None,
         tokens=sizes.tokens,
         pairs=sizes.pairs,
         copies=copies,
@@ -86,9 +92,10 @@ def open_route(
         lent=torch.tensor(lent, dtype=torch.int64, device=row.device),
         token_sent=group(traveller // weights.shape[1], len(weights)),
         top_k=weights.shape[1],
+        num_arriving=arriving,
         pair_sent=pair_sent,
         pair_row=row,
-        row_source=group(source, sum(sizes.tokens.received)),
+        row_source=group(source, arriving + 1),
     )
 
 
@@ -97,6 +104,7 @@ class _Sizes:
     tokens: Splits
     pairs: Splits
     num_own: int
+    num_rows: int
     redundant: list[list[int]]
 
 
@@ -108,14 +116,14 @@ def _read_sizes(layout: Layout, tokens: TokenMap, pg: dist.ProcessGroup) -> _Siz
     going = to.new_zeros(num_ranks + 1).index_add_(0, to, tokens.travels.long())[:-1]
     coming = torch.empty_like(going)
     dist.all_to_all_single(coming, going, group=pg)
-    own = layout.sizes[rank, : layout.block].sum()[None]
-    tables = [going, coming, pairs, layout.received(rank), own, layout.redundant.view(-1)]
+    rows = layout.sizes[rank].view(2, -1).sum(1)
+    tables = [going, coming, pairs, layout.received(rank), rows, layout.redundant.view(-1)]
     values = torch.cat(tables).tolist()
     lists = [values[i * num_ranks : (i + 1) * num_ranks] for i in range(4)]
-    num_own, *flat = values[4 * num_ranks :]
-    rows = [flat[i : i + layout.block] for i in range(0, len(flat), layout.block)]
-    redundant = [[e for e in row if e >= 0] for row in rows]
-    return _Sizes(Splits(*lists[:2]), Splits(*lists[2:]), num_own, redundant)
+    own, borrowed, *flat = values[4 * num_ranks :]
+    slots = [flat[i : i + layout.block] for i in range(0, len(flat), layout.block)]
+    redundant = [[e for e in row if e >= 0] for row in slots]
+    return _Sizes(Splits(*lists[:2]), Splits(*lists[2:]), own, own + borrowed, redundant)
 
 
 def _by_rank(rank: Tensor, keep: Tensor, num: int) -> Tensor:

@@ -11,22 +11,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from openk3.ops.triton_support import has_triton
 from openk3.parallel.alltoall import exchange
 from openk3.parallel.moonep.collective_route import CollectiveRoute, open_route
 from openk3.parallel.moonep.slots import Slots
 from openk3.parallel.moonep.sums import add_up
 from openk3.parallel.moonep.token_map import Layout, TokenMap
-from openk3.parallel.moonep.transport import Bytes, Pending
+from openk3.parallel.moonep.transport import Bytes, Pending, Then
 
 
 class Collectives:
     """A `Transport` over one process group. Bytes counted are exact, without any padding."""
 
-    align = 1
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, align: int | None = None) -> None:
+        """align: 1 for products that split the rows on the host, 64 for tiled ones; by default
+        tiled on GPUs."""
         self.group, self.rank, self.num_ranks = group, group.rank(), group.size()
         self.sent, self.slots = Bytes(), Slots()
+        on_gpu = "nccl" in dist.get_backend(group) and has_triton()
+        self.align = align or (64 if on_gpu else 1)
 
     def share_counts(self, load: Tensor) -> Tensor:
         self.sent.tables += load.nbytes * (self.num_ranks - 1)
@@ -35,20 +38,24 @@ class Collectives:
         return everyone
 
     def open(self, layout: Layout, tokens: TokenMap, weights: Tensor) -> CollectiveRoute:
-        route = open_route(layout, tokens, weights, self.group)
+        route = open_route(layout, tokens, weights, self.group, split=self.align == 1)
         self.sent.tables += 8 * (self.num_ranks - 1) + 12 * self._elsewhere(route.pairs.sent)
         return route
 
     def scatter(self, route: CollectiveRoute, x: Tensor, room: int = 0) -> Tensor:
         splits = route.tokens
         self.sent.tokens += self._elsewhere(splits.sent) * x.shape[1] * x.itemsize
-        rows = x[route.token_sent.target]
-        return exchange(rows, splits.received, splits.sent, self.group)[route.row_source.target]
+        arrived = x.new_empty(route.num_arriving + 1, x.shape[1])
+        arrived[-1] = 0  # of padding rows
+        exchange(
+            x[route.token_sent.target], splits.received, splits.sent, self.group, out=arrived[:-1]
+        )
+        return arrived[route.row_source.target]
 
     def gather(self, route: CollectiveRoute, rows: Tensor) -> Tensor:
         splits = route.tokens
         self.sent.tokens += self._elsewhere(splits.received) * rows.shape[1] * rows.itemsize
-        partial = add_up(rows, route.row_source)
+        partial = add_up(rows, route.row_source)[:-1]
         back = exchange(partial, splits.sent, splits.received, self.group)
         return add_up(back, route.token_sent)
 
@@ -63,33 +70,62 @@ class Collectives:
     def fetch_experts(
         self, route: CollectiveRoute, own: list[Tensor]
     ) -> tuple[list[Tensor], Pending]:
+        splits = route.copies
+        self.sent.experts += self._elsewhere(splits.sent) * _width(own) * own[0].itemsize
         flat = torch.cat([w.detach()[route.lent].flatten(1) for w in own], 1)
-        copies, width = route.copies, flat.shape[1]
-        self.sent.experts += self._elsewhere(copies.sent) * width * flat.itemsize
-        bank = self.slots.take("weights", sum(copies.received), width, flat.dtype, flat.device)
-        ready = self._start(route, bank, flat, copies.received, copies.sent)
-        return _unpack(bank, own), ready
+        landing = self._bank("landing", route, own, flat.dtype)
+        copies = self._banks("weights", route, own, flat.dtype)
+        work = self._start(route, landing, flat, splits.received, splits.sent)
+
+        def place() -> None:
+            work.wait()
+            for copy, part in zip(copies, _unpack(landing, own), strict=True):
+                copy.copy_(part)
+
+        return copies, Then(place)
 
     def grad_room(self, route: CollectiveRoute, own: list[Tensor]) -> list[Tensor]:
-        return _unpack(self._staged(route, own), own)
+        return self._banks("grads", route, own, torch.float32)
 
     def return_grads(self, route: CollectiveRoute, own: list[Tensor]) -> Pending:
-        copies, staged = route.copies, self._staged(route, own)
-        self.sent.grads += self._elsewhere(copies.received) * staged.shape[1] * 4
+        splits = route.copies
+        self.sent.grads += self._elsewhere(splits.received) * _width(own) * 4
+        staged = torch.cat([grad.flatten(1) for grad in self.grad_room(route, own)], 1)
         back = staged.new_empty(len(route.lent), staged.shape[1])
-        work = self._start(route, back, staged, copies.sent, copies.received)
-        return _Reduction(work, back, route, own)
+        work = self._start(route, back, staged, splits.sent, splits.received)
 
-    def _staged(self, route: CollectiveRoute, own: list[Tensor]) -> Tensor:
-        num, width = sum(route.copies.received), sum(w[0].numel() for w in own)
-        return self.slots.take("grads", num, width, torch.float32, own[0].device)
+        def add() -> None:
+            work.wait()
+            # rank by rank, so that the order of addition is fixed; a rank borrows an expert once
+            pieces = zip(back.split(splits.sent), route.lent.split(splits.sent), strict=True)
+            for flat, experts in pieces:
+                for total, grad in zip(own, _unpack(flat, own), strict=True):
+                    total.index_add_(0, experts, grad)
+
+        return Then(add)
+
+    def _bank(
+        self, use: str, route: CollectiveRoute, own: list[Tensor], dtype: torch.dtype
+    ) -> Tensor:
+        num = sum(route.copies.received)
+        return self.slots.take(use, num, _width(own), dtype, own[0].device)
+
+    def _banks(
+        self, use: str, route: CollectiveRoute, own: list[Tensor], dtype: torch.dtype
+    ) -> list[Tensor]:
+        """Three tensors [copies, ..], each of contiguous experts."""
+        num, device = sum(route.copies.received), own[0].device
+        return [
+            self.slots.take(f"{use} {i}", num, w[0].numel(), dtype, device).view(num, *w.shape[1:])
+            for i, w in enumerate(own)
+        ]
 
     def _start(
         self, route: CollectiveRoute, out: Tensor, rows: Tensor, received: list[int],
         sent: list[int],
     ) -> Pending:  # fmt: skip
         if not route.any_copies:
-            return _Done()
+            return Then()
         work = dist.all_to_all_single(out, rows, received, sent, group=self.group, async_op=True)
         assert work is not None, "an asynchronous collective returns its work"
         return work
@@ -98,26 +134,9 @@ class Collectives:
         return sum(splits) - splits[self.rank]
 
 
-class _Done:
-    def wait(self) -> None:
-        pass
-
-
-class _Reduction:
-    """Adds returned gradients rank by rank, so that the order of addition is fixed."""
-
-    def __init__(
-        self, work: Pending, back: Tensor, route: CollectiveRoute, own: list[Tensor]
-    ) -> None:
-        self.work, self.back, self.route, self.own = work, back, route, own
-
-    def wait(self) -> None:
-        self.work.wait()
-        sizes = self.route.copies.sent
-        parts = zip(self.back.split(sizes), self.route.lent.split(sizes), strict=True)
-        for flat, experts in parts:
-            for total, grad in zip(self.own, _unpack(flat, self.own), strict=True):
-                total.index_add_(0, experts, grad)  # an expert is lent to a rank once
+def _width(own: list[Tensor]) -> int:
+    """Values of one expert."""
+    return sum(w[0].numel() for w in own)
 
 
 def _unpack(flat: Tensor, like: list[Tensor]) -> list[Tensor]:

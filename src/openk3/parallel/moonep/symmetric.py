@@ -8,7 +8,6 @@ Legend: T tokens (at most S a rank), k choices, R ranks, E experts, B = E / R, N
 padding, L latent width, F inner width.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +20,7 @@ from openk3.parallel.moonep import kernels, tiled
 from openk3.parallel.moonep.memory import Carver, Memory, Region, SymmetricMemory
 from openk3.parallel.moonep.sums import Groups, group
 from openk3.parallel.moonep.token_map import Layout, TokenMap
-from openk3.parallel.moonep.transport import Pending, Route
+from openk3.parallel.moonep.transport import Pending, Route, Then
 
 
 @dataclass(frozen=True)
@@ -199,7 +198,7 @@ class Symmetric:
                 w.detach().contiguous(), slots.peers, route.layout.redundant, self.rank, B=block,
                 SIZE=size, BLOCK=8192,
             )  # fmt: skip
-        return [slots.here for slots in self.regions.slots], _Then(self.memory.barrier)
+        return [slots.here for slots in self.regions.slots], Then(self.memory.barrier)
 
     def grad_room(self, route: SymmetricRoute, own: list[Tensor]) -> list[Tensor]:
         return [staged.here for staged in self.regions.staged]
@@ -213,16 +212,11 @@ class Symmetric:
                 kernels.pull_grads, (len(grad), -(-size // 4096)), grad, staged.peers, slots,
                 B=len(grad), R=self.num_ranks, SIZE=size, BLOCK=4096,
             )  # fmt: skip
-        return _Then(lambda: None)
+        return Then()
 
     def _require(self, what: str, value: object, fits: bool) -> None:
         if not fits:
             raise InputError(f"{what} {value} do not fit the memory made for {self.shapes}")
-
-
-class _Then:
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self.wait = wait
 
 
 def _slots_of(layout: Layout, rank: int) -> Tensor:

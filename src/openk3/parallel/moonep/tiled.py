@@ -77,6 +77,9 @@ def forward(
     betas: Betas,
 ) -> Tensor:  # fmt: skip
     """As `products.forward`; rows past the last group are left unset."""
+    if not len(rows):
+        ready.wait()
+        return rows
     plan = halves(route.ends.diff(prepend=route.ends.new_zeros(1)), len(rows))
     ready.wait()
     gate, up = (_product(rows, own[i], copies[i], plan, True) for i in (0, 1))
@@ -90,6 +93,11 @@ def backward(
     ready: Pending, staged: list[Tensor], betas: Betas,
 ) -> RowGrads:  # fmt: skip
     """As `products.backward`."""
+    if not len(rows):
+        ready.wait()
+        return RowGrads(
+            rows, route.weights, [torch.zeros_like(w, dtype=torch.float32) for w in own]
+        )
     plan = halves(route.ends.diff(prepend=route.ends.new_zeros(1)), len(rows))
     ready.wait()
     gate, up = (_product(rows, own[i], copies[i], plan, True) for i in (0, 1))
@@ -104,7 +112,8 @@ def backward(
     pairs = (d_gate, rows), (d_up, rows), (d_out, act)
     for (a, b), mine, lent in zip(pairs, grads, staged, strict=True):
         grouped.weight_grad(a, b, plan.own, out=mine)
-        grouped.weight_grad(a, b, plan.borrowed, out=lent, zero=False)
+        if len(lent):
+            grouped.weight_grad(a, b, plan.borrowed, out=lent, zero=False)
     d_rows = _product(d_gate, own[0], copies[0], plan, False)
     d_rows += _product(d_up, own[1], copies[1], plan, False)
     return RowGrads(d_rows, d_weights, grads)
@@ -113,4 +122,6 @@ def backward(
 def _product(rows: Tensor, own: Tensor, copies: Tensor, plan: Halves, transposed: bool) -> Tensor:
     w = own.detach()
     out = functional.grouped_mm(rows, w.transpose(1, 2) if transposed else w, offs=plan.own.ends)
-    return grouped.rows_product(rows, copies, plan.borrowed, transposed=transposed, out=out)
+    if len(copies):
+        grouped.rows_product(rows, copies, plan.borrowed, transposed=transposed, out=out)
+    return out

@@ -3,6 +3,7 @@
 Legend: T tokens, k choices, L latent width, R ranks, E experts, B = E / R, N rows here.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,6 +31,13 @@ class Pending(Protocol):
     def wait(self) -> object:
         """Return once it is done."""
         ...
+
+
+class Then:
+    """A `Pending` that does something when it is waited for."""
+
+    def __init__(self, wait: Callable[[], object] = lambda: None) -> None:
+        self.wait = wait
 
 
 @dataclass
