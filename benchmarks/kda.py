@@ -1,6 +1,7 @@
 """KDA kernels against their peers on one GPU: time, ratio, share of the memory roofline, accuracy.
 
-    python benchmarks/kda.py [--peers fla,flash_kda,attn_gym | none] [--only forward,backward,...]
+    python benchmarks/kda.py [--peers fla,flash_kda,attn_gym | none]
+                             [--only forward,backward,decode,conv] [--case SUBSTRING]
 
 Peers and ours run in one process on the same inputs in alternating order; medians of device-event
 times with the L2 cache flushed between runs. What was timed is run again on fresh inputs and some
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from openk3.ops.conv import short_conv
 from openk3.ops.kda import BACKENDS, kda
 from openk3.ops.kda.decode import Pending, kda_decode
 
@@ -44,7 +46,8 @@ def draw(tokens: int, heads: int, seed: int = 0) -> dict[str, Any]:
 
 
 class Clock:
-    """Medians of device-event times; a 256 MB write before each run empties the L2 cache."""
+    """Medians of device-event times. Before each run 256 MB are written twelve times: the L2 cache
+    is emptied, and the host gets so far ahead that the device need not wait for it."""
 
     def __init__(self, repeats: int) -> None:
         self.repeats = repeats
@@ -52,7 +55,8 @@ class Clock:
 
     def once(self, function: Callable[[], Any]) -> float:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.flush.zero_()
+        for _ in range(12):
+            self.flush.zero_()
         start.record()
         function()
         stop.record()
@@ -91,9 +95,19 @@ def offsets(lengths: list[int] | None) -> torch.Tensor | None:
     return None if lengths is None else torch.tensor([0, *accumulate(lengths)], device="cuda")
 
 
-def forward(clock: Clock, names: list[str], rate: float) -> None:
+def starts(peer: str) -> tuple[bool, str]:
+    """Whether a peer that is installed also runs: a build for another torch does not."""
+    try:
+        with torch.no_grad():
+            kda(**draw(64, 1), backend=peer)
+    except (RuntimeError, ImportError) as error:
+        return False, f"installed, but fails here: {str(error).splitlines()[0]}"
+    return True, "runs"
+
+
+def forward(clock: Clock, names: list[str], rate: float, case: str) -> None:
     print("\nforward, bf16, final state | ms | share of floor | error of o against float64")
-    for title, tokens, heads, lengths in FORWARD:
+    for title, tokens, heads, lengths in (c for c in FORWARD if case in c[0]):
         x, cu = draw(tokens, heads), offsets(lengths)
         fresh = draw(tokens, heads, seed=1)
         with torch.no_grad():
@@ -114,9 +128,9 @@ def forward(clock: Clock, names: list[str], rate: float) -> None:
         report(title, times, errors, floor)
 
 
-def backward(clock: Clock, names: list[str], rate: float) -> None:
+def backward(clock: Clock, names: list[str], rate: float, case: str) -> None:
     print("\nforward + backward | ms | share of floor | error of dk against float64 | extra GiB")
-    for title, tokens, heads, lengths in BACKWARD:
+    for title, tokens, heads, lengths in (c for c in BACKWARD if case in c[0]):
         x, fresh, cu = draw(tokens, heads), draw(tokens, heads, seed=1), offsets(lengths)
         leaves = {n: t.requires_grad_() for n, t in x.items()}
         d_o = torch.randn(1, tokens, heads, D, device="cuda").bfloat16()
@@ -159,7 +173,7 @@ def decode(clock: Clock, rate: float, heads: int = 96) -> None:
             return [*x[:4], torch.randn(*shape[:3], device="cuda").bfloat16(), x[4]]
 
         fixed = {
-            "conv_weight": torch.randn(3, heads * D, 1, 4, device="cuda"),
+            "conv_weight": torch.randn(3, 4, heads, D, device="cuda"),
             "conv_state": torch.randn(batch, 3, 4, heads, D, device="cuda").bfloat16(),
             "state": torch.randn(batch, heads, D, D, device="cuda"),
             "slots": torch.arange(batch, dtype=torch.int32, device="cuda"),
@@ -185,10 +199,30 @@ def decode(clock: Clock, rate: float, heads: int = 96) -> None:
             print(f"  batch {batch:3d} {name:20s} {ms:7.3f}  {floor / ms:5.0%}")
 
 
+def convolution(clock: Clock, rate: float, tokens: int = 8192, dim: int = 96 * D) -> None:
+    print("\nshort convolution + SiLU, bf16, T=8192, 12288 channels | ms | share of floor")
+    x, d_y = (torch.randn(1, tokens, dim, device="cuda").bfloat16() for _ in range(2))
+    x, weight = x.requires_grad_(), torch.randn(dim, 1, 4, device="cuda").requires_grad_()
+
+    def forward(backend: str) -> Any:
+        with torch.no_grad():
+            return short_conv(x, weight, backend=backend)
+
+    def both(backend: str) -> Any:
+        return torch.autograd.grad(short_conv(x, weight, backend=backend)[0], [x, weight], d_y)
+
+    for title, function, passes in (("forward", forward, 2), ("forward + backward", both, 5)):
+        times = clock.compare({n: partial(function, n) for n in ("triton", "reference")})
+        for name, ms in times.items():
+            share = passes * x.numel() * 2 / rate / ms
+            print(f"  {title:20s} {name:10s} {ms:7.3f}  {share:5.0%}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--peers", default="fla,flash_kda,attn_gym")
-    parser.add_argument("--only", default="forward,backward,decode")
+    parser.add_argument("--only", default="forward,backward,decode,conv")
+    parser.add_argument("--case", default="", help="only cases whose title contains this")
     parser.add_argument("--repeats", type=int, default=20)
     args = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, command: {parser.prog}")
@@ -198,17 +232,21 @@ def main() -> None:
     names = ["triton"]
     for peer in args.peers.split(","):
         ok, why = usable.get(peer, (False, "skipped"))
+        if ok:
+            ok, why = starts(peer)
         print(f"peer {peer}: {why}")
         names += [peer] if ok else []
     clock = Clock(args.repeats)
     rate = clock.copy_rate()
     print(f"device copy {rate / 1e9:.2f} TB/s")
     if "forward" in args.only:
-        forward(clock, names, rate)
+        forward(clock, names, rate, args.case)
     if "backward" in args.only:
-        backward(clock, [n for n in names if n != "flash_kda"], rate)
+        backward(clock, [n for n in names if n != "flash_kda"], rate, args.case)
     if "decode" in args.only:
         decode(clock, rate)
+    if "conv" in args.only:
+        convolution(clock, rate)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from kernel_checks import poison, relative_error
-from openk3.errors import BackendError
+from openk3.errors import BackendError, InputError
 from openk3.ops.conv import short_conv
 from openk3.ops.kda import kda
+from openk3.ops.kda.call import KdaCall
 from openk3.ops.kda.decode import Pending, kda_decode
 
 pytestmark = pytest.mark.gpu
@@ -37,19 +38,22 @@ def run(x, cu_seqlens=None, backend="triton", segment=None, wide=False):
     else:
         from openk3.ops.kda.triton_op import kda_triton
 
-        o, final = kda_triton(
-            **leaves,
-            cu_seqlens=cu_seqlens,
-            output_final_state=True,
-            state_positions=None,
-            lower_bound=-5.0,
-            scale=x["q"].shape[-1] ** -0.5,
-            segment=segment,
-        )
+        bounds = {"lower_bound": -5.0, "scale": x["q"].shape[-1] ** -0.5}
+        call = KdaCall(**leaves, **bounds, cu_seqlens=cu_seqlens, output_final_state=True)
+        o, final = kda_triton(call, segment)
     rng = torch.Generator("cuda").manual_seed(7)
     d_o = torch.randn(o.shape, generator=rng, device="cuda").to(x["q"].dtype).to(o.dtype)
     d_final = torch.randn(final.shape, generator=rng, device="cuda").to(final.dtype)
     return [o, final, *torch.autograd.grad([o, final], list(leaves.values()), [d_o, d_final])]
+
+
+def sum_error(x, got, wanted):
+    """Error of dA_log = sum of dg (g + dt_bias), relative to the sum's terms rather than to what
+    is left of them: with one head it is a single number, which may be next to nothing."""
+    at = 2 + list(x).index("A_log")
+    z = x["g"].double() + x["dt_bias"].double().view(x["g"].shape[2:])
+    terms = (wanted[2 + list(x).index("g")] * z).norm()
+    return float((got[at].double() - wanted[at]).norm() / torch.maximum(terms, wanted[at].norm()))
 
 
 def check(x, cu_seqlens=None, *, segment=None, tolerance=BF16, loose=(), skip=()):
@@ -57,6 +61,7 @@ def check(x, cu_seqlens=None, *, segment=None, tolerance=BF16, loose=(), skip=()
     got = run(x, cu_seqlens, segment=segment)
     wanted = run(x, cu_seqlens, backend="reference", wide=True)
     errors = {n: relative_error(a, b) for n, a, b in zip(names, got, wanted, strict=True)}
+    errors["A_log"] = sum_error(x, got, wanted)
     limits = {n: tolerance * (4 if n in ("beta", "A_log", "dt_bias", *loose) else 1) for n in names}
     bad = {n: e for n, e in errors.items() if n not in skip and not e < limits[n]}
     assert bad == {}
@@ -154,6 +159,45 @@ def test_defaults_and_refusals():
     assert kda(**draw(1, 20, 2, 32, 1))[0].isfinite().all()  # the reference takes it
 
 
+def test_strided_inputs():
+    """Strided inputs are read in place, dense or not."""
+    x = draw(1, 100, 2, 128, 1)
+    wide = torch.randn(1, 100, 5, 2, 128, device="cuda").bfloat16()
+    strided = dict(x)
+    for index, name in enumerate(("q", "k", "v", "g")):
+        wide[:, :, index] = x[name]
+        strided[name] = wide[:, :, index]
+    strided["beta"] = x["beta"].transpose(1, 2).contiguous().transpose(1, 2)
+    strided["v"] = x["v"].mT.contiguous().mT  # not even its rows are dense
+    for a, b in zip(run(strided), run(x), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("k", (1, 20, 2, 64)),
+        ("g", (1, 20, 2)),
+        ("beta", (1, 20, 3)),
+        ("A_log", (3,)),
+        ("dt_bias", (128,)),
+        ("initial_state", (2, 2, 128, 128)),
+    ],
+)
+def test_wrong_shapes_are_refused(name, wrong):
+    x = draw(1, 20, 2, 128, 1)
+    with pytest.raises(InputError, match=name):
+        kda(**x | {name: torch.zeros(wrong, device="cuda")})
+
+
+def test_wrong_dtypes_and_devices_are_refused():
+    x = draw(1, 20, 2, 128, 1)
+    with pytest.raises(InputError, match="floating point"):
+        kda(**x | {"g": x["g"].int()})
+    with pytest.raises(InputError, match="v is on cpu"):
+        kda(**x | {"v": x["v"].cpu()})
+
+
 def test_compiled_graph_does_not_break():
     x = draw(1, 100, 2, 128, 1)
 
@@ -210,7 +254,7 @@ def test_decode_and_replay_are_the_reference(width):
 
     f32 = torch.float32
     weights = {
-        "conv_weight": normal(3, heads * width, 1, 4, dtype=f32),
+        "conv_weight": normal(3, 4, heads, width, dtype=f32),
         "A_log": normal(heads, dtype=f32) * 0.5,
         "dt_bias": normal(heads * width, dtype=f32) * 0.5,
         "norm_weight": normal(width, dtype=f32),

@@ -1,10 +1,11 @@
 """Short causal depthwise convolution with SiLU in Triton, forward and backward (see `ops.conv`).
 
-One pass over x forward; one over x and dy backward, which computes the sums before SiLU again. Four
-taps. A program owns 64 tokens of one sequence and some channels; a block's slot follows from cu
-alone, as in kda.triton_math.
+A program owns a run of tokens of one sequence and some channels and walks along the run, four
+tokens at a time (so that their loads are under way together), with the last three inputs in
+registers: everything is read once. Backward it computes the sums before SiLU again and keeps three
+unfinished gradients besides. Where a run lies follows from cu alone, as in kda.triton_math.
 
-Legend: B batch, T tokens, D channels, W = 4 taps, N sequences.
+Legend: B batch, T tokens, D channels, W = 4 taps, N sequences, L tokens of a run.
 """
 
 # Calls between jit functions look to a type checker like calls from Python.
@@ -17,31 +18,52 @@ from torch import Tensor
 
 from openk3.ops.kda.segments import num_slots
 from openk3.ops.kda.triton_math import locate, sigmoid
-from openk3.ops.triton_support import launch
+from openk3.ops.triton_support import launch_named
 
-TAPS, BLOCK, CHANNELS = 4, 64, 64
+TAPS, RUN = 4, 128
+CHANNELS = {"forward": 128, "backward": 64}
 
 
 @triton.jit
-def _inputs(x, initial, t, before, left, c, D, HAS_INITIAL: tl.constexpr):
-    """x at tokens t [L] counted from the block's start, [L, C] float32.
+def _load(x, t, stop, D, c):
+    """Token t of x at channels c, float32 [C]; zero from token `stop` on."""
+    return tl.load(x + t * D + c, (c < D) & (t < stop), 0.0).to(tl.float32)
 
-    `before` tokens of the sequence precede the block and `left` follow its start; the initial state
-    precedes the sequence, zero follows it.
-    """
-    at = t[:, None] * D + c[None, :]
-    inside = (c < D)[None, :]
-    y = tl.load(x + at, inside & ((t >= -before) & (t < left))[:, None], 0.0).to(tl.float32)
+
+@triton.jit
+def _store_silu(y, t, stop, D, c, z):
+    tl.store(y + t * D + c, (z * sigmoid(z)).to(y.dtype.element_ty), (c < D) & (t < stop))
+
+
+@triton.jit
+def _through_silu(z, dy):
+    """dy -> dz."""
+    gate = sigmoid(z)
+    return dy * gate * (1 + z * (1 - gate))
+
+
+@triton.jit
+def _store_gradient(dx, d_initial, t, stop, index, D, c, grad, HAS_INITIAL: tl.constexpr):
+    """Of token t of run `index`; of the initial state for the three before token 0 of run 0."""
+    tl.store(dx + t * D + c, grad.to(dx.dtype.element_ty), (c < D) & (t >= 0) & (t < stop))
     if HAS_INITIAL:
-        at = (t + before + 4)[:, None] * D + c[None, :]
-        y += tl.load(initial + at, inside & (t < -before)[:, None], 0.0).to(tl.float32)
+        at = d_initial + (t + 4) * D + c
+        tl.store(at, grad.to(d_initial.dtype.element_ty), (c < D) & (t < 0) & (index == 0))
+
+
+@triton.jit
+def _before(x, initial, back, index, D, c, HAS_INITIAL: tl.constexpr):
+    """The input `back` tokens before a run, from the run before or the initial state, [C]."""
+    y = tl.load(x - back * D + c, (c < D) & (index > 0), 0.0).to(tl.float32)
+    if HAS_INITIAL:
+        y += tl.load(initial + (4 - back) * D + c, (c < D) & (index == 0), 0.0).to(tl.float32)
     return y
 
 
 @triton.jit
 def conv_forward_kernel(
     x,
-    weight,  # [D, 4] float32
+    weight,  # [4, D] float32
     initial,  # [N, 4, D]
     cu,
     y,
@@ -57,31 +79,43 @@ def conv_forward_kernel(
     if index * L >= length:
         return
     c = tl.program_id(1) * C + tl.arange(0, C)
-    t = tl.arange(0, L)
-    before = index * L
-    left = length - before
-    offset = (start + before).to(tl.int64) * D
+    inside = c < D
+    offset = (start + index * L).to(tl.int64) * D
     x += offset
+    y += offset
     if HAS_INITIAL:
         initial += n.to(tl.int64) * 4 * D
-    z = tl.zeros([L, C], tl.float32)
-    for j in tl.static_range(4):
-        w = tl.load(weight + c * 4 + j, c < D, 0.0)
-        z += w[None, :] * _inputs(x, initial, t - 3 + j, before, left, c, D, HAS_INITIAL)
-    at = t[:, None] * D + c[None, :]
-    inside = (t < left)[:, None] & (c < D)[None, :]
-    tl.store(y + offset + at, (z * sigmoid(z)).to(y.dtype.element_ty), inside)
+    w0 = tl.load(weight + c, inside, 0.0)
+    w1 = tl.load(weight + D + c, inside, 0.0)
+    w2 = tl.load(weight + 2 * D + c, inside, 0.0)
+    w3 = tl.load(weight + 3 * D + c, inside, 0.0)
+    x0 = _before(x, initial, 3, index, D, c, HAS_INITIAL)
+    x1 = _before(x, initial, 2, index, D, c, HAS_INITIAL)
+    x2 = _before(x, initial, 1, index, D, c, HAS_INITIAL)
+    stop = tl.minimum(length - index * L, L)
+    for t in range(0, stop, 4):
+        x3 = _load(x, t, stop, D, c)
+        x4 = _load(x, t + 1, stop, D, c)
+        x5 = _load(x, t + 2, stop, D, c)
+        x6 = _load(x, t + 3, stop, D, c)
+        _store_silu(y, t, stop, D, c, w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3)
+        _store_silu(y, t + 1, stop, D, c, w0 * x1 + w1 * x2 + w2 * x3 + w3 * x4)
+        _store_silu(y, t + 2, stop, D, c, w0 * x2 + w1 * x3 + w2 * x4 + w3 * x5)
+        _store_silu(y, t + 3, stop, D, c, w0 * x3 + w1 * x4 + w2 * x5 + w3 * x6)
+        x0 = x4
+        x1 = x5
+        x2 = x6
 
 
 @triton.jit
 def conv_backward_kernel(
     x,
-    weight,
+    weight,  # [4, D] float32
     initial,
     dy,
     cu,
     dx,
-    d_weight,  # [blocks, D, 4] float32: sums over a block
+    d_weight,  # [runs, 4, D] float32: sums over a run
     d_initial,  # [N, 4, D]
     tokens,
     num_seqs,
@@ -93,55 +127,86 @@ def conv_backward_kernel(
 ):
     slot = tl.program_id(0)
     n, index, start, length = locate(slot, cu, tokens, num_seqs, L, PACKED)
-    c = tl.program_id(1) * C + tl.arange(0, C)
     if (index > 0) & (index * L >= length):
         return
-    t = tl.arange(0, L)
-    before = index * L
-    left = length - before
-    offset = (start + before).to(tl.int64) * D
+    c = tl.program_id(1) * C + tl.arange(0, C)
+    inside = c < D
+    left = length - index * L
+    run = tl.minimum(left, L)
+    offset = (start + index * L).to(tl.int64) * D
     x += offset
+    dy += offset
+    dx += offset
     if HAS_INITIAL:
         initial += n.to(tl.int64) * 4 * D
-    grad = tl.zeros([L, C], tl.float32)
-    early = tl.zeros([4, C], tl.float32)  # gradient of inputs -4 .. -1
-    inside = (c < D)[None, :]
-    # dz of token t + 3 - j reaches input t through tap j
-    for j in tl.static_range(4):
-        s = t + 3 - j
-        z = tl.zeros([L, C], tl.float32)
-        for i in tl.static_range(4):
-            w = tl.load(weight + c * 4 + i, c < D, 0.0)
-            z += w[None, :] * _inputs(x, initial, s - 3 + i, before, left, c, D, HAS_INITIAL)
-        gate = sigmoid(z)
-        at = s[:, None] * D + c[None, :]
-        dz = tl.load(dy + offset + at, inside & (s < left)[:, None], 0.0).to(tl.float32)
-        dz *= gate * (1 + z * (1 - gate))
-        grad += tl.load(weight + c * 4 + j, c < D, 0.0)[None, :] * dz
-        if j == 3:  # s = t: the block's own tokens
-            for i in tl.static_range(4):
-                own = _inputs(x, initial, t - 3 + i, before, left, c, D, HAS_INITIAL)
-                sums = d_weight + slot.to(tl.int64) * D * 4 + c * 4 + i
-                tl.store(sums, tl.sum(dz * own, 0), c < D)
-            if HAS_INITIAL and (index == 0):
-                past = tl.arange(0, 4) - 4
-                for i in tl.static_range(4):
-                    w = tl.load(weight + c * 4 + i, c < D, 0.0)
-                    hit = past[:, None, None] == (t - 3 + i)[None, :, None]
-                    early += w[None, :] * tl.sum(tl.where(hit, dz[None, :, :], 0.0), 1)
-    at = t[:, None] * D + c[None, :]
-    tl.store(dx + offset + at, grad.to(dx.dtype.element_ty), inside & (t < left)[:, None])
-    if HAS_INITIAL and (index == 0):
-        to = n.to(tl.int64) * 4 * D + tl.arange(0, 4)[:, None] * D + c[None, :]
-        tl.store(d_initial + to, early.to(d_initial.dtype.element_ty), inside)
+        d_initial += n.to(tl.int64) * 4 * D
+        if index == 0:
+            tl.store(d_initial + c, tl.zeros([C], d_initial.dtype.element_ty), inside)
+    w0 = tl.load(weight + c, inside, 0.0)
+    w1 = tl.load(weight + D + c, inside, 0.0)
+    w2 = tl.load(weight + 2 * D + c, inside, 0.0)
+    w3 = tl.load(weight + 3 * D + c, inside, 0.0)
+    x0 = _before(x, initial, 3, index, D, c, HAS_INITIAL)
+    x1 = _before(x, initial, 2, index, D, c, HAS_INITIAL)
+    x2 = _before(x, initial, 1, index, D, c, HAS_INITIAL)
+    zero = tl.zeros([C], tl.float32)
+    s0 = zero
+    s1 = zero
+    s2 = zero
+    s3 = zero
+    g1 = zero  # what is known of the gradients of the inputs 1, 2 and 3 tokens back
+    g2 = zero
+    g3 = zero
+    # three tokens past the run (zeros past the sequence) complete its last gradients
+    for t in range(0, run + 3, 4):
+        x3 = _load(x, t, left, D, c)
+        x4 = _load(x, t + 1, left, D, c)
+        x5 = _load(x, t + 2, left, D, c)
+        x6 = _load(x, t + 3, left, D, c)
+        e0 = _load(dy, t, left, D, c)
+        e1 = _load(dy, t + 1, left, D, c)
+        e2 = _load(dy, t + 2, left, D, c)
+        e3 = _load(dy, t + 3, left, D, c)
+        e0 = _through_silu(w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3, e0)
+        e1 = _through_silu(w0 * x1 + w1 * x2 + w2 * x3 + w3 * x4, e1)
+        e2 = _through_silu(w0 * x2 + w1 * x3 + w2 * x4 + w3 * x5, e2)
+        e3 = _through_silu(w0 * x3 + w1 * x4 + w2 * x5 + w3 * x6, e3)
+        done = g3 + w0 * e0
+        _store_gradient(dx, d_initial, t - 3, run, index, D, c, done, HAS_INITIAL)
+        done = g2 + w1 * e0 + w0 * e1
+        _store_gradient(dx, d_initial, t - 2, run, index, D, c, done, HAS_INITIAL)
+        done = g1 + w2 * e0 + w1 * e1 + w0 * e2
+        _store_gradient(dx, d_initial, t - 1, run, index, D, c, done, HAS_INITIAL)
+        done = w3 * e0 + w2 * e1 + w1 * e2 + w0 * e3
+        _store_gradient(dx, d_initial, t, run, index, D, c, done, HAS_INITIAL)
+        g3 = w3 * e1 + w2 * e2 + w1 * e3
+        g2 = w3 * e2 + w2 * e3
+        g1 = w3 * e3
+        e0 = tl.where(t < run, e0, 0.0)
+        e1 = tl.where(t + 1 < run, e1, 0.0)
+        e2 = tl.where(t + 2 < run, e2, 0.0)
+        e3 = tl.where(t + 3 < run, e3, 0.0)
+        s0 += e0 * x0 + e1 * x1 + e2 * x2 + e3 * x3
+        s1 += e0 * x1 + e1 * x2 + e2 * x3 + e3 * x4
+        s2 += e0 * x2 + e1 * x3 + e2 * x4 + e3 * x5
+        s3 += e0 * x3 + e1 * x4 + e2 * x5 + e3 * x6
+        x0 = x4
+        x1 = x5
+        x2 = x6
+    d_weight += slot.to(tl.int64) * 4 * D + c
+    tl.store(d_weight, s0, inside)
+    tl.store(d_weight + D, s1, inside)
+    tl.store(d_weight + 2 * D, s2, inside)
+    tl.store(d_weight + 3 * D, s3, inside)
 
 
-def _geometry(x: Tensor, cu: Tensor | None) -> tuple[tuple[int, int], dict]:
+def _geometry(x: Tensor, cu: Tensor | None, which: str) -> tuple[tuple[int, int], dict]:
     batch, tokens, dim = x.shape
     num = batch if cu is None else cu.numel() - 1
-    slots = num_slots(tokens, num, BLOCK, cu is not None)
-    meta = {"cu": cu, "tokens": tokens, "num_seqs": num, "D": dim, "C": CHANNELS, "L": BLOCK}
-    return (slots, -(-dim // CHANNELS)), meta | {"PACKED": cu is not None}
+    channels = CHANNELS[which]
+    meta = {"cu": cu, "tokens": tokens, "num_seqs": num, "D": dim, "C": channels, "L": RUN}
+    meta |= {"PACKED": cu is not None, "num_warps": 1}
+    return (num_slots(tokens, num, RUN, cu is not None), -(-dim // channels)), meta
 
 
 _SCHEMA = "(Tensor x, Tensor weight, Tensor? initial, Tensor? cu_seqlens) -> Tensor"
@@ -153,15 +218,15 @@ _GRAD_SCHEMA = (
 
 @torch.library.custom_op("openk3::short_conv", mutates_args=(), schema=_SCHEMA)
 def conv_forward(x, weight, initial, cu_seqlens):
-    """x [B,T,D] dense, weight [D,4] float32, initial [N,4,D] -> y [B,T,D]."""
-    grid, meta = _geometry(x, cu_seqlens)
+    """x [B,T,D] dense, weight [4,D] float32, initial [N,4,D] -> y [B,T,D]."""
+    grid, meta = _geometry(x, cu_seqlens, "forward")
     y = torch.empty_like(x)
-    launch(
+    launch_named(
         conv_forward_kernel,
         grid,
-        x,
-        weight,
-        initial,
+        x=x,
+        weight=weight,
+        initial=initial,
         y=y,
         HAS_INITIAL=initial is not None,
         **meta,
@@ -177,23 +242,22 @@ def _(x, weight, initial, cu_seqlens):
 @torch.library.custom_op("openk3::short_conv_backward", mutates_args=(), schema=_GRAD_SCHEMA)
 def conv_backward(x, weight, initial, cu_seqlens, dy):
     """-> gradients of x, weight and initial (or empty)."""
-    grid, meta = _geometry(x, cu_seqlens)
+    grid, meta = _geometry(x, cu_seqlens, "backward")
     dx = torch.empty_like(x)
-    d_weight = torch.zeros(grid[0], x.shape[2], TAPS, dtype=torch.float32, device=x.device)
+    d_weight = torch.zeros(grid[0], TAPS, x.shape[2], dtype=torch.float32, device=x.device)
     d_initial = x.new_empty(0) if initial is None else torch.empty_like(initial)
-    launch(
+    launch_named(
         conv_backward_kernel,
         grid,
-        x,
-        weight,
-        initial,
-        dy,
+        x=x,
+        weight=weight,
+        initial=initial,
+        dy=dy,
         dx=dx,
         d_weight=d_weight,
         d_initial=d_initial,
         HAS_INITIAL=initial is not None,
         **meta,
-        num_warps=8,
     )
     return dx, d_weight.sum(0), d_initial
 
@@ -227,7 +291,7 @@ def short_conv_triton(
 ) -> tuple[Tensor, Tensor | None]:
     """As `ops.conv.short_conv`; no length is read on the host."""
     x = x.contiguous()
-    weight = weight.reshape(x.shape[2], TAPS).float().contiguous()
+    weight = weight.reshape(x.shape[2], TAPS).float().t().contiguous()
     if initial_state is not None:
         initial_state = initial_state.to(x.dtype).contiguous()
     if cu_seqlens is not None:

@@ -40,6 +40,7 @@ def num_sms(device: torch.device) -> int:
 
 
 _COMPILED: dict[Hashable, Any] = {}
+MOST_COMPILED = 10_000
 
 
 def launch(
@@ -48,20 +49,29 @@ def launch(
     """kernel[grid](*args, **meta); with a `key` later calls skip Triton's argument analysis.
 
     The key must fix everything a compiled kernel depends on: dtypes, constants, which arguments are
-    None, and whether integers are 1 or multiples of 16. Pointers are checked here. A third of a
+    None, and whether integers are 1 or multiples of 16; pointers are checked here. A third of a
     millisecond of host time is what this saves on a kernel of twenty tensors.
     """
-    tensors = _flat_tensors(args)
-    if key is None or not tensors or not tensors[0].is_cuda:
+    tensors = _flat_tensors((*args, *meta.values()))
+    on_gpu = bool(tensors) and tensors[0].is_cuda
+    if key is None or not on_gpu or any(t.data_ptr() % 16 for t in tensors):
         kernel[grid](*args, **meta)
         return
-    key = (key, tensors[0].device.index, all(t.data_ptr() % 16 == 0 for t in tensors))
+    key = (key, tensors[0].device.index)
     compiled = _COMPILED.get(key)
     if compiled is None:
+        if len(_COMPILED) >= MOST_COMPILED:  # packed rows of ever new lengths
+            _COMPILED.clear()
         _COMPILED[key] = kernel[grid](*args, **meta)
         return
     constants = [meta[name] for name in kernel.arg_names[len(args) :]]
     compiled[(*grid, 1, 1)[:3]](*args, *constants)
+
+
+def launch_named(kernel: Any, grid: tuple[int, ...], **meta: Any) -> None:
+    """launch with every argument named; the key is their dtypes, and their values if no tensors."""
+    traits = (x.dtype if isinstance(x, torch.Tensor) else x for x in meta.values())
+    launch(kernel, grid, key=(kernel, *meta, *traits), **meta)
 
 
 def _flat_tensors(args: tuple[Any, ...]) -> list[torch.Tensor]:

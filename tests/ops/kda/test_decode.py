@@ -9,7 +9,7 @@ from kernel_checks import relative_error
 from openk3.errors import InputError
 from openk3.ops.conv import short_conv
 from openk3.ops.kda import decode, kda
-from openk3.ops.kda.decode import Pending, kda_decode
+from openk3.ops.kda.decode import Pending, kda_decode, pack_taps
 from openk3.ops.norm import gated_head_norm
 
 HEADS, WIDTH, SLOTS = 2, 16, 5
@@ -30,8 +30,9 @@ class Layer:
 
     def __init__(self, tokens, seed=0):
         self.rng = torch.Generator().manual_seed(seed)
+        self.conv = [self.normal(INNER, 1, 4) for _ in range(3)]
         self.weights = {
-            "conv_weight": [self.normal(INNER, 1, 4) for _ in range(3)],
+            "conv_weight": pack_taps(self.conv, HEADS),
             "A_log": self.normal(HEADS) * 0.5,
             "dt_bias": self.normal(INNER) * 0.5,
             "norm_weight": 1 + 0.1 * self.normal(WIDTH),
@@ -55,7 +56,7 @@ class Layer:
             old = self.conv_state[slots, index].double().flatten(2)
             y, final = short_conv(
                 t.flatten(2),
-                w["conv_weight"][index],
+                self.conv[index],
                 initial_state=old,
                 output_final_state=True,
             )
@@ -178,6 +179,23 @@ def test_windows_may_live_elsewhere_than_the_states(backend):
         outs.append(options["state"].clone())
     assert torch.equal(outs[0], outs[2])
     assert torch.equal(outs[1], outs[3])
+
+
+def test_raw_weights_are_packed():
+    layer = Layer(2)
+    outs = []
+    for weight in (pack_taps(layer.conv, HEADS), layer.conv):
+        options = {**layer.pool(), "slots": torch.tensor([3, 1]), **layer.weights}
+        outs.append(kda_decode(*layer.x, **options | {"conv_weight": weight}))
+    assert torch.equal(*outs)
+
+
+def test_more_tokens_than_a_tile_are_left_to_the_reference():
+    facts = {"device": torch.device("cpu"), "width": 128}
+    for window, reason in ((17, "takes 16 tokens"), (16, "CUDA")):
+        (_, usable, why), _ = decode.BACKENDS.explain(**facts, window=window)
+        assert not usable
+        assert reason in why
 
 
 def test_wrong_shapes_are_named():

@@ -116,6 +116,13 @@ def test_wrong_shapes_are_named(name, shape):
         kda(**raw)
 
 
+@pytest.mark.parametrize("name", ["k", "g", "beta", "A_log"])
+def test_integers_are_refused(name):
+    raw = raw_inputs(1, 8, 2, 8)
+    with pytest.raises(InputError, match=f"{name} must be of floating point"):
+        kda(**raw | {name: raw[name].int()})
+
+
 @pytest.mark.parametrize("offsets", [[0, 4], [1, 8], [0, 6, 5, 8]])
 def test_wrong_cu_seqlens_are_refused(offsets):
     with pytest.raises(InputError, match="cu_seqlens"):

@@ -9,6 +9,7 @@ import torch
 from kernel_checks import relative_error
 from openk3.errors import BackendError
 from openk3.ops.kda import kda
+from openk3.ops.kda.call import KdaCall
 
 triton_op = pytest.importorskip("openk3.ops.kda.triton_op", exc_type=ImportError)
 NAMES = ["q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state"]
@@ -28,16 +29,9 @@ def draw(batch, tokens, heads, width, num_seqs, *, seed=0, gate=2.0):
     return x
 
 
-def run_triton(x, *, segment=0, state_positions=None, **options):
-    plain = {"cu_seqlens": None, "output_final_state": True} | options
-    return triton_op.kda_triton(
-        **x,
-        lower_bound=-5.0,
-        scale=x["q"].shape[-1] ** -0.5,
-        state_positions=state_positions,
-        segment=segment,
-        **plain,
-    )
+def run_triton(x, *, segment=0, **options):
+    plain = {"lower_bound": -5.0, "scale": x["q"].shape[-1] ** -0.5, "output_final_state": True}
+    return triton_op.kda_triton(KdaCall(**x, **plain | options), segment)
 
 
 def run_exact(x, **options):

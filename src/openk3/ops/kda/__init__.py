@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openk3.errors import InputError
 from openk3.ops.backends import Backend, BackendTable, always
 from openk3.ops.kda import external
-from openk3.ops.packed import check_offsets, sequence_lengths
+from openk3.ops.kda.call import KdaCall
+from openk3.ops.packed import sequence_lengths
 from openk3.ops.triton_support import triton_runs
 
 RECURRENT_BELOW = 5  # up to this many tokens a sequence, the recurrence is cheaper than a chunk
@@ -95,8 +95,22 @@ def kda(
     state_positions is given, the states after those tokens [P,H,K,V]. Raises InputError on a wrong
     shape and BackendError on a backend that cannot run here.
     """
-    _check(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, state_positions)
-    leaves = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    call = KdaCall(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        A_log,
+        dt_bias,
+        lower_bound,
+        q.shape[-1] ** -0.5 if scale is None else scale,
+        initial_state,
+        cu_seqlens,
+        output_final_state,
+        state_positions,
+    )
+    call.check()
     chosen = BACKENDS.resolve(
         backend,
         device=q.device,
@@ -104,98 +118,29 @@ def kda(
         width=q.shape[-1],
         value_width=v.shape[-1],
         lower_bound=lower_bound,
-        needs_grad=torch.is_grad_enabled()
-        and any(x is not None and x.requires_grad for x in leaves),
+        needs_grad=call.needs_grad,
         with_states=state_positions is not None,
     )
-    return chosen.load()(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        lower_bound=lower_bound,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        output_final_state=output_final_state,
-        state_positions=state_positions,
-    )
+    return chosen.load()(call)
 
 
-def kda_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    A_log: Tensor,
-    dt_bias: Tensor | None,
-    lower_bound: float,
-    scale: float,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    output_final_state: bool,
-    state_positions: Tensor | None,
-) -> Any:
+def kda_reference(call: KdaCall) -> Any:
     """The plain torch backend: chunkwise, or the recurrence for a few tokens."""
     from openk3.ops.kda import reference
 
-    lengths = sequence_lengths(q.shape[0], q.shape[1], cu_seqlens)
-    active = reference.activate(q, k, v, g, beta, A_log, dt_bias, lower_bound, scale)
-    if initial_state is None:
-        shape = (len(lengths), q.shape[2], k.shape[-1], v.shape[-1])
-        initial_state = torch.zeros(shape, dtype=active[0].dtype, device=q.device)
-    state = initial_state.to(active[0].dtype)
+    q, v = call.q, call.v
+    lengths = sequence_lengths(q.shape[0], q.shape[1], call.cu_seqlens)
+    active = reference.activate(
+        *(q, call.k, v, call.g, call.beta, call.A_log, call.dt_bias),
+        *(call.lower_bound, call.scale),
+    )
+    state = call.initial_state
+    if state is None:
+        state = torch.zeros(call.state_shape, device=q.device)
     few = max(lengths, default=0) < RECURRENT_BELOW
     form = reference.recurrent if few else reference.chunkwise
-    o, final, states = form(*active, state, lengths, state_positions=state_positions)
+    state = state.to(active[0].dtype)
+    o, final, states = form(*active, state, lengths, state_positions=call.state_positions)
     o = o.view(v.shape).to(v.dtype)
-    last = final if output_final_state else None
-    return (o, last) if state_positions is None else (o, last, states)
-
-
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    state_positions: Tensor | None,
-) -> None:
-    if q.ndim != 4:
-        raise InputError(f"q must be [B, T, H, K], not {list(q.shape)}")
-    batch, tokens, heads, width = q.shape
-    for name, x, shape in (
-        ("k", k, (batch, tokens, heads, width)),
-        ("v", v, (batch, tokens, heads, v.shape[-1])),
-        ("g", g, (batch, tokens, heads, width)),
-        ("beta", beta, (batch, tokens, heads)),
-        ("A_log", A_log, (heads,)),
-    ):
-        if tuple(x.shape) != shape:
-            raise InputError(f"{name} must be {list(shape)} to fit q, not {list(x.shape)}")
-    for name, x in (("k", k), ("v", v), ("g", g), ("beta", beta)):
-        if x.device != q.device:
-            raise InputError(f"{name} is on {x.device} but q on {q.device}")
-    if dt_bias is not None and dt_bias.numel() != heads * width:
-        raise InputError(f"dt_bias must hold {heads * width} values, not {dt_bias.numel()}")
-    num = check_offsets(batch, tokens, cu_seqlens)
-    if initial_state is not None:
-        shape = (num, heads, width, v.shape[-1])
-        if tuple(initial_state.shape) != shape:
-            raise InputError(
-                f"initial_state must be {list(shape)} for {num} sequences, not "
-                f"{list(initial_state.shape)}"
-            )
-    if state_positions is not None and (
-        state_positions.ndim != 1 or state_positions.is_floating_point()
-    ):
-        raise InputError("state_positions must be a 1-D integer tensor of token indices")
+    last = final if call.output_final_state else None
+    return (o, last) if call.state_positions is None else (o, last, states)

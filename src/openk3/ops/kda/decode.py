@@ -22,6 +22,7 @@ from openk3.ops.norm import gated_head_norm
 from openk3.ops.triton_support import triton_runs
 
 TAPS = 4
+TILE = 16  # tokens that the kernel for several runs at once
 
 
 class Pending(NamedTuple):
@@ -46,8 +47,8 @@ class Step(NamedTuple):
     """q, k, v, g [B,T,H,D] and beta [B,T,H]"""
     gate: Tensor
     """[B,T,H,D] output gate logits"""
-    conv_weight: Tensor
-    """[3, H, D, W] float32"""
+    taps: Tensor
+    """[3, W, H, D] float32, of the convolutions of q, k and v"""
     conv_state: Tensor
     """[S, 3, W, H, D]"""
     state: Tensor
@@ -79,9 +80,13 @@ def _triton() -> Any:
     return step_triton
 
 
-def _triton_usable(*, device: torch.device, width: int, **_: Any) -> tuple[bool, str]:
+def _triton_usable(
+    *, device: torch.device, width: int, window: int = 1, **_: Any
+) -> tuple[bool, str]:
     if width not in (64, 128):
-        return False, f"the kernel takes head widths of 64 or 128, not {width}"
+        return False, f"the kernels take head widths of 64 or 128, not {width}"
+    if window > TILE:
+        return False, f"the kernel takes {TILE} tokens, pending and new ones, not {window}"
     return triton_runs(device)
 
 
@@ -92,6 +97,12 @@ BACKENDS = BackendTable(
         Backend("reference", "nothing", always, _reference),
     ],
 )
+
+
+def pack_taps(conv_weights: Sequence[Tensor], heads: int) -> Tensor:
+    """Weights [H * D, 1, W] of q, k and v -> [3, W, H, D] float32, as the kernels read them."""
+    flat = torch.stack([w.reshape(w.shape[0], -1) for w in conv_weights]).float()
+    return flat.mT.unflatten(-1, (heads, -1)).contiguous()
 
 
 def kda_decode(
@@ -121,7 +132,7 @@ def kda_decode(
     """T new tokens of B sequences: projections in, gated and normed heads out. No gradients.
 
     q, k, v, g, gate [B,T,H,D] and beta [B,T,H]: projections of the new tokens, raw. conv_weight:
-    taps of q, k and v, [3, H * D, 1, W] or three [H * D, 1, W], float32. conv_state [S,3,W,H,D]:
+    [3,W,H,D] from `pack_taps`, or three [H * D, 1, W] to pack at each call. conv_state [S,3,W,H,D]:
     the last W inputs of the three convolutions. state [S,H,K,V] float32. slots [B]: where each
     row's states live, -1 for padding (its output is zero); no slot twice. Slots may lie apart, each
     is contiguous. A_log [H], dt_bias [H * D], norm_weight [D]; scale None is D ** -0.5.
@@ -131,15 +142,15 @@ def kda_decode(
     tokens run from there, and become the pending window. windows [B] names that window; None is
     the slot's. With advance [B] the states move on by the first advance[b] of the new tokens at
     once (0 to T; the row's next `accepted` must then be less by as many, counted from there, that
-    is 0). Returns o [B,T,H,D] in gate's dtype.
+    is 0). P + T is at most 16 for the kernels. Returns o [B,T,H,D] in gate's dtype.
     Raises InputError, BackendError.
     """
     heads, width = q.shape[2:]
-    weights = conv_weight if isinstance(conv_weight, Tensor) else torch.stack([*conv_weight])
+    packed = isinstance(conv_weight, Tensor)
     step = Step(
         (q, k, v, g, beta),
         gate,
-        weights.reshape(3, heads, width, -1),
+        conv_weight if packed else pack_taps(conv_weight, heads),
         conv_state,
         state,
         slots.int(),
@@ -155,7 +166,8 @@ def kda_decode(
         None if advance is None else advance.int(),
     )
     _check(step)
-    return BACKENDS.resolve(backend, device=q.device, width=width).load()(step)
+    window = q.shape[1] + (0 if pending is None else pending.q.shape[1])
+    return BACKENDS.resolve(backend, device=q.device, width=width, window=window).load()(step)
 
 
 def _check(step: Step) -> None:
@@ -167,7 +179,7 @@ def _check(step: Step) -> None:
         "g": (step.inputs[3], (batch, tokens, heads, width)),
         "beta": (step.inputs[4], (batch, tokens, heads)),
         "gate": (step.gate, (batch, tokens, heads, width)),
-        "conv_weight": (step.conv_weight, (3, heads, width, TAPS)),
+        "conv_weight": (step.taps, (3, TAPS, heads, width)),
         "conv_state": (step.conv_state, (num, 3, TAPS, heads, width)),
         "state": (step.state, (num, heads, width, width)),
         "slots": (step.slots, (batch,)),
@@ -257,10 +269,10 @@ def _run(
     *qkv, g, beta = inputs
     history = torch.cat([tails, torch.stack(qkv, 1)], 2)
     tokens = g.shape[1]
-    taps = step.conv_weight.float()
-    y = history[:, :, 1 : 1 + tokens].float() * taps[:, None, ..., 0]
+    taps = step.taps.float()[:, :, None]
+    y = history[:, :, 1 : 1 + tokens].float() * taps[:, 0]
     for j in range(1, TAPS):
-        y = torch.addcmul(y, history[:, :, 1 + j : 1 + j + tokens].float(), taps[:, None, ..., j])
+        y = torch.addcmul(y, history[:, :, 1 + j : 1 + j + tokens].float(), taps[:, j])
     q, k, v = torch.nn.functional.silu(y).to(g.dtype).unbind(1)
     gates = step.A_log, step.dt_bias, step.lower_bound, step.scale
     q, k, v, decay, b = reference.activate(q, k, v, g, beta, *gates)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from openk3.ops.kda import reference
+from openk3.ops.kda.call import KdaCall
 
 
 @cache
@@ -65,108 +66,60 @@ def attn_gym_usable(
     return usable("attn_gym", device=device, dtype=dtype, with_states=with_states)
 
 
-def kda_fla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    A_log: Tensor,
-    dt_bias: Tensor | None,
-    lower_bound: float,
-    scale: float,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    output_final_state: bool,
-    state_positions: Tensor | None,
-) -> Any:
+def kda_fla(call: KdaCall) -> Any:
     """fla.ops.kda.chunk_kda with norms, gate and sigmoid in the kernels."""
     from fla.ops.kda import chunk_kda
 
     return chunk_kda(
-        q=q,
-        k=k,
-        v=v,
-        g=g,
-        beta=beta,
-        A_log=A_log.float(),
-        dt_bias=None if dt_bias is None else dt_bias.float(),
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
+        q=call.q,
+        k=call.k,
+        v=call.v,
+        g=call.g,
+        beta=call.beta,
+        A_log=call.A_log.float(),
+        dt_bias=None if call.dt_bias is None else call.dt_bias.float(),
+        scale=call.scale,
+        initial_state=call.initial_state,
+        output_final_state=call.output_final_state,
         use_qk_l2norm_in_kernel=True,
         use_gate_in_kernel=True,
         use_beta_sigmoid_in_kernel=True,
         safe_gate=True,
-        lower_bound=lower_bound,
-        cu_seqlens=None if cu_seqlens is None else cu_seqlens.to(q.device, torch.int64),
+        lower_bound=call.lower_bound,
+        cu_seqlens=_offsets(call, torch.int64),
     )
 
 
-def kda_flash_kda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    A_log: Tensor,
-    dt_bias: Tensor | None,
-    lower_bound: float,
-    scale: float,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    output_final_state: bool,
-    state_positions: Tensor | None,
-) -> Any:
+def kda_flash_kda(call: KdaCall) -> Any:
     """flash_kda.fwd; its states are [V, K]."""
     import flash_kda
 
+    q, bias = call.q, call.dt_bias
     heads, width = q.shape[2:]
-    num = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-    bias = q.new_zeros(heads, width, dtype=torch.float32) if dt_bias is None else dt_bias.float()
-    final = q.new_empty(num, heads, width, width, dtype=torch.float32)
-    o = torch.empty_like(v)
+    bias = q.new_zeros(heads, width, dtype=torch.float32) if bias is None else bias.float()
+    final = q.new_empty(call.state_shape, dtype=torch.float32)
+    o = torch.empty_like(call.v)
     flash_kda.fwd(
-        q.contiguous(),
-        k.contiguous(),
-        v.contiguous(),
-        g.contiguous(),
-        beta.contiguous(),
-        scale,
+        *(x.contiguous() for x in (q, call.k, call.v, call.g, call.beta)),
+        call.scale,
         o,
-        A_log=A_log.float(),
+        A_log=call.A_log.float(),
         dt_bias=bias.view(heads, width),
-        lower_bound=lower_bound,
-        initial_state=None if initial_state is None else initial_state.mT.contiguous(),
-        final_state=final if output_final_state else None,
-        cu_seqlens=None if cu_seqlens is None else cu_seqlens.to(q.device, torch.int64),
+        lower_bound=call.lower_bound,
+        initial_state=_transposed_state(call),
+        final_state=final if call.output_final_state else None,
+        cu_seqlens=_offsets(call, torch.int64),
     )
-    return o, final.mT.contiguous() if output_final_state else None
+    return o, final.mT.contiguous() if call.output_final_state else None
 
 
-def kda_attn_gym(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    A_log: Tensor,
-    dt_bias: Tensor | None,
-    lower_bound: float,
-    scale: float,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    output_final_state: bool,
-    state_positions: Tensor | None,
-) -> Any:
+def kda_attn_gym(call: KdaCall) -> Any:
     """attn_gym's chunk_kda on activated inputs; its states are [V, K]."""
     from attn_gym.linear.kda import chunk_kda
 
+    q, k, v = call.q, call.k, call.v
     qn, kn, _, decay, b = reference.activate(
-        q, k, v, g, beta, A_log, dt_bias, lower_bound, scale=1.0
+        *(q, k, v, call.g, call.beta, call.A_log, call.dt_bias, call.lower_bound), scale=1.0
     )
     o, final = chunk_kda(
         qn.to(q.dtype),
@@ -174,9 +127,17 @@ def kda_attn_gym(
         v,
         decay,
         b,
-        None if initial_state is None else initial_state.mT.contiguous(),
-        cu_seqlens=None if cu_seqlens is None else cu_seqlens.to(q.device, torch.int32),
-        scale=scale,
-        output_final_state=output_final_state,
+        _transposed_state(call),
+        cu_seqlens=_offsets(call, torch.int32),
+        scale=call.scale,
+        output_final_state=call.output_final_state,
     )
-    return o, final.mT.contiguous() if output_final_state else None
+    return o, final.mT.contiguous() if call.output_final_state else None
+
+
+def _offsets(call: KdaCall, dtype: torch.dtype) -> Tensor | None:
+    return None if call.cu_seqlens is None else call.cu_seqlens.to(call.q.device, dtype)
+
+
+def _transposed_state(call: KdaCall) -> Tensor | None:
+    return None if call.initial_state is None else call.initial_state.mT.contiguous()

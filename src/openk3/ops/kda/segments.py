@@ -12,10 +12,13 @@ WHOLE = 1 << 30  # a segment length no sequence reaches
 BLOCK = 64  # segments are whole blocks of this many tokens
 
 # microseconds, measured on an H200 (benchmarks/results/kda.md)
-SCAN_US = 0.9  # one tile of a whole scan, while every head has a multiprocessor of its own
-CUT_US = 2.1  # one tile of both passes of a cut scan, while every segment has its own
-CUT_RATE = 70.0  # tiles of both passes a microsecond over all segments, once they share 132
-FOLD_US = 3.9  # folding one segment
+SCAN_US = 0.75  # one tile of a whole scan, while every head has a multiprocessor of its own
+CUT_US = (
+    0.45  # one tile of both passes of a cut scan, for each program that shares a multiprocessor
+)
+CUT_LEAST_US = 0.95  # ... and however few share it
+PROGRAMS = 4  # of the first pass, for a segment of a head
+FOLD_US = 4.3  # folding one segment
 CUT_LAUNCH_US = 15.0  # two more kernels
 
 
@@ -48,13 +51,13 @@ def plan_segments(tokens: int, num_seqs: int, heads: int, num_sms: int, packed: 
     chosen = Segments(WHOLE, num_slots(tokens, num_seqs, WHOLE, packed))
     busy = max(1.0, rows * heads / max(tokens, 1) / num_sms)
     best = tokens / 16 * SCAN_US * busy
-    for per_sm in (0.75, 1.0, 1.25, 1.5):
+    for per_sm in (0.5, 0.75, 1.0, 1.5):
         per_head = max(int(per_sm * num_sms / heads), 1)
         length = -(-rows // (per_head * BLOCK)) * BLOCK
         if not 0 < length < tokens:
             continue
         count = num_slots(tokens, num_seqs, length, packed)
-        tile = max(CUT_US, count * heads / (CUT_RATE * num_sms / 132))
+        tile = max(CUT_LEAST_US, CUT_US * -(-PROGRAMS * count * heads // num_sms))
         cost = length / 16 * tile + -(-tokens // length) * FOLD_US + CUT_LAUNCH_US
         if cost < best:
             best, chosen = cost, Segments(length, count)

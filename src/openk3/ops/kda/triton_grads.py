@@ -30,7 +30,15 @@ Legend: L = 64 tokens of a block, D head width, H heads.
 import triton
 import triton.language as tl
 
-from openk3.ops.kda.triton_math import LOG2E, exp2, first_slot, locate, sigmoid
+from openk3.ops.kda.triton_math import (
+    LOG2E,
+    exp2,
+    first_slot,
+    locate,
+    log2,
+    sigmoid,
+    to_bf16,
+)
 
 
 @triton.jit
@@ -42,7 +50,7 @@ def pairs_kernel(
     d_o,
     dv,  # [rows, H, D]
     cu,
-    pairs,  # out [blocks, H, 2, L, L]: X and Z
+    pairs,  # out [blocks, H, 2, L, L]: X and -Z
     sums,  # out [rows, H, 2] float32: <q, dq> and <k, dk>
     d_beta,  # out [rows, H]
     tokens,
@@ -59,7 +67,7 @@ def pairs_kernel(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """X, Z, the row sums and dbeta of one block of one head."""
+    """X, -Z, the row sums and dbeta of one block of one head."""
     program = tl.program_id(0)
     h = program % H
     slot = program // H
@@ -86,7 +94,7 @@ def pairs_kernel(
     Z = tl.where(t[:, None] > t[None, :], Z, 0.0).to(OPERAND)
     pairs += (slot.to(tl.int64) * H + h) * (2 * L * L)
     tl.store(pairs + t[:, None] * L + t[None, :], X)
-    tl.store(pairs + L * L + t[:, None] * L + t[None, :], Z)
+    tl.store(pairs + L * L + t[:, None] * L + t[None, :], -Z)
 
     x = tl.load(o + own_row * D + own, inside, 0.0).to(tl.float32)
     sums += own_row * 2 + t * (H * 2)
@@ -104,13 +112,21 @@ def pairs_kernel(
 def _sum_rows(ones, x, PRECISION: tl.constexpr):
     """ones [L, L] of 0 and 1, times x [L, BK] float32 in three pieces of bf16: no bit is lost."""
     if ones.dtype == tl.bfloat16:
-        high = x.to(tl.bfloat16)
+        high = to_bf16(x)
         rest = x - high.to(tl.float32)
-        middle = rest.to(tl.bfloat16)
-        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        middle = to_bf16(rest)
+        low = to_bf16(rest - middle.to(tl.float32))
         return tl.dot(ones, high, tl.dot(ones, middle, tl.dot(ones, low)))
     else:  # noqa: RET505
         return tl.dot(ones, x, input_precision=PRECISION)
+
+
+@triton.jit
+def _round(x, DTYPE: tl.constexpr):
+    if tl.bfloat16 == DTYPE:
+        return to_bf16(x)
+    else:  # noqa: RET505
+        return x.to(DTYPE)
 
 
 @triton.jit
@@ -192,7 +208,7 @@ def grads_kernel(
     dR = tl.load(dv + own, inside, 0.0).to(OPERAND)
     dO = tl.load(d_o + t[:, None] * o_row + d[None, :], inside, 0.0).to(OPERAND)
     X = tl.load(pairs + t[:, None] * L + t[None, :])
-    Z = tl.load(pairs + L * L + t[:, None] * L + t[None, :])
+    minus_Z = tl.load(pairs + L * L + t[:, None] * L + t[None, :])
     lower = tl.load(ones + t[:, None] * L + t[None, :])
     a_sum = 0.0
     for c in tl.range(0, D, BK, num_stages=1, disable_licm=True):
@@ -203,13 +219,18 @@ def grads_kernel(
         decay = tl.where(inside, sigmoid(rate * z) * (lower_bound * LOG2E), 0.0)
         G = _sum_rows(lower, decay, PRECISION)
         # running log-decay after 16, 48 and 64 tokens
-        pivot0 = tl.log2(tl.load(gamma + j))[None, :]
-        second = tl.log2(tl.load(gamma + H * D + j, (j < D) & (left > L // 4), 1.0))
-        third = tl.log2(tl.load(gamma + 2 * H * D + j, (j < D) & (left > L // 2), 1.0))
-        fourth = tl.log2(tl.load(gamma + 3 * H * D + j, (j < D) & (left > L * 3 // 4), 1.0))
-        pivot1 = pivot0 + (second + third)[None, :]
-        end = pivot1 + fourth[None, :]
-        q_rstd = tl.load(norms + t * (H * 2), t < left, 0.0)[:, None]
+        tile0 = log2(tl.load(gamma + j))
+        tile1 = log2(tl.load(gamma + H * D + j, (j < D) & (left > L // 4), 1.0))
+        tile2 = log2(tl.load(gamma + 2 * H * D + j, (j < D) & (left > L // 2), 1.0))
+        tile3 = log2(tl.load(gamma + 3 * H * D + j, (j < D) & (left > L * 3 // 4), 1.0))
+        pivot1 = (tile0 + tile1 + tile2)[None, :]
+        end = pivot1 + tile3[None, :]
+        pivot = tl.where(first, tile0[None, :], pivot1)
+        rows = exp2(G - pivot)
+        back = exp2(pivot - G)
+        to_pivot1 = exp2(pivot1 - G)
+        from_start = exp2(G)
+        q_rstd = tl.load(norms + t * (H * 2), t < left, 0.0)[:, None] * scale
         k_rstd = tl.load(norms + t * (H * 2) + 1, t < left, 0.0)[:, None]
         qn = tl.load(q + t[:, None] * q_row + j[None, :], inside, 0.0).to(tl.float32) * q_rstd
         kn = tl.load(k + t[:, None] * k_row + j[None, :], inside, 0.0).to(tl.float32) * k_rstd
@@ -219,38 +240,36 @@ def grads_kernel(
 
         # Readers: what came from before the block through S, and pairs inside it. A row takes
         # the product of its own half's pivot; the other one is finite or dropped.
-        rows = exp2(G - tl.where(first, pivot0, pivot1))
-        out0 = (kn * exp2(tl.where(first, pivot0 - G, 0.0))).to(OPERAND)
-        out1 = (kn * exp2(pivot1 - G)).to(OPERAND)
-        from_start = exp2(G)
+        out0 = _round(kn * back, OPERAND)  # for readers of the first half: writers of the second,
+        out1 = _round(kn * to_pivot1, OPERAND)  # though finite, meet zeros of X and Z there
         past = from_start * tl.dot(dO, S, input_precision=PRECISION)
         inner = tl.dot(X, out0, input_precision=PRECISION)
         inner = tl.where(first, inner, tl.dot(X, out1, input_precision=PRECISION))
-        q_in = (qn * rows * scale).to(OPERAND)
-        g_part = qn * scale * past + q_in.to(tl.float32) * inner
-        q_sum = tl.load(sums + t * (H * 2), t < left, 0.0)[:, None]
-        grad = q_rstd * (scale * (past + rows * inner) - qn * q_sum)
+        q_in = _round(qn * rows, OPERAND)
+        g_part = qn * past + q_in.to(tl.float32) * inner
+        q_sum = tl.load(sums + t * (H * 2), t < left, 0.0)[:, None] / (scale * scale)
+        grad = q_rstd * (past + rows * inner - qn * q_sum)
         tl.store(dq + at, grad.to(dq.dtype.element_ty), inside)
-        past = -from_start * tl.dot(dR, S, input_precision=PRECISION)
-        inner = tl.dot(Z, out0, input_precision=PRECISION)
-        inner = tl.where(first, inner, tl.dot(Z, out1, input_precision=PRECISION))
-        k_in = (kn * -rows).to(OPERAND)
-        g_part += kn * past + k_in.to(tl.float32) * inner
-        grad = past - rows * inner
+        past = from_start * tl.dot(dR, S, input_precision=PRECISION)
+        inner = tl.dot(minus_Z, out0, input_precision=PRECISION)
+        inner = tl.where(first, inner, tl.dot(minus_Z, out1, input_precision=PRECISION))
+        k_in = _round(kn * rows, OPERAND)
+        g_part += k_in.to(tl.float32) * inner - kn * past
+        grad = rows * inner - past
 
         # writers: readers after the block through dS, and pairs inside it, by the reader's half
         half = tl.where(first, q_in, 0.0)
         written = tl.dot(tl.trans(X), half, input_precision=PRECISION)
         half = tl.where(first, k_in, 0.0)
-        written = tl.dot(tl.trans(Z), half, written, input_precision=PRECISION)
+        written = tl.dot(tl.trans(minus_Z), half, written, input_precision=PRECISION)
         g_part -= out0.to(tl.float32) * written
-        grad += exp2(tl.where(first, pivot0 - G, 0.0)) * written
+        grad += back * written
         half = tl.where(first, 0.0, q_in)
         written = tl.dot(tl.trans(X), half, input_precision=PRECISION)
         half = tl.where(first, 0.0, k_in)
-        written = tl.dot(tl.trans(Z), half, written, input_precision=PRECISION)
+        written = tl.dot(tl.trans(minus_Z), half, written, input_precision=PRECISION)
         g_part -= out1.to(tl.float32) * written
-        grad += exp2(pivot1 - G) * written
+        grad += to_pivot1 * written
         dS = tl.load(ends + d[:, None] * D + j[None, :])
         written = exp2(end - G) * tl.dot(U, dS, input_precision=PRECISION)
         grad += written
@@ -259,7 +278,8 @@ def grads_kernel(
         tl.store(dk + at, k_grad.to(dk.dtype.element_ty), inside)
 
         S = tl.load(starts + d[:, None] * D + j[None, :])
-        E = exp2(end) * tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)[None, :]
+        E = tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)[None, :]
+        E *= exp2(end)
         E += tl.sum(g_part, 0)[None, :]
         g_part -= kn * written
         g_grad = E + g_part - _sum_rows(lower, g_part, PRECISION)

@@ -29,6 +29,28 @@ def exp2(x):
 
 
 @triton.jit
+def log2(x):
+    """log2 of x to 22 bits; the exact one takes eight times the instructions."""
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:  # noqa: RET505
+        return tl.log2(x)
+
+
+@triton.jit
+def to_bf16(x):
+    """Rounds pairs: converted one by one they would queue for the special-function units."""
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:  # noqa: RET505
+        return x.to(tl.bfloat16)
+
+
+@triton.jit
 def reciprocal(x):
     """1 / x to one unit in the last place, for x at least 1."""
     if COMPILED:
@@ -43,6 +65,25 @@ def reciprocal(x):
 def sigmoid(x):
     """1 / (1 + e^-x); exactly 0 at -inf."""
     return reciprocal(1.0 + exp2(x * -LOG2E))
+
+
+@triton.jit
+def halves(x):
+    """float32 -> two bf16 that add up to it to 16 bits; in the interpreter x itself and nothing."""
+    if COMPILED:
+        high = to_bf16(x)
+        return high, to_bf16(x - high.to(tl.float32))
+    else:  # noqa: RET505
+        return x, x
+
+
+@triton.jit
+def dot_halves(a, a_rest, b, b_rest, c):
+    """c + A B of operands split by `halves`, to 16 bits."""
+    if COMPILED:
+        return tl.dot(a, b, tl.dot(a_rest, b, tl.dot(a, b_rest, c)))
+    else:  # noqa: RET505
+        return tl.dot(a, b, c, input_precision="ieee")
 
 
 @triton.jit

@@ -8,10 +8,11 @@ is read on the host.
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from openk3.ops.kda import triton_launch
-from openk3.ops.kda.triton_launch import BLOCK, Inputs, Saved, as_rows, problem_of
+from openk3.ops.kda import triton_backward, triton_forward
+from openk3.ops.kda.call import KdaCall
+from openk3.ops.kda.triton_forward import Saved
+from openk3.ops.kda.triton_problem import BLOCK, Inputs, as_rows, problem_of
 from openk3.ops.kda.triton_states import states_after
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor A_log, Tensor? dt_bias"
@@ -40,7 +41,7 @@ def kda_forward(
     """-> o [B,T,H,D], final state, u, checkpoints, transition; those not asked for are empty."""
     x = inputs_of(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, lower_bound, scale)
     p = problem_of(q, cu_seqlens, segment)
-    o, final, _, saved = triton_launch.forward(x, p, initial, output_final=output_final, save=save)
+    o, final, _, saved = triton_forward.forward(x, p, initial, output_final=output_final, save=save)
     kept = [t if save and t is not None else q.new_empty(0) for t in saved]
     return o.view_as(v), q.new_empty(0) if final is None else final, *kept
 
@@ -68,7 +69,7 @@ def kda_backward(
     transition, d_o, d_final, need_initial,
 ):  # fmt: skip
     """-> gradients of q, k, v, g, beta, A_log, dt_bias and the initial state (or empty)."""
-    grads = triton_launch.backward(
+    grads = triton_backward.backward(
         inputs_of(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, lower_bound, scale),
         problem_of(q, cu_seqlens, segment),
         Saved(u, checkpoints, transition),
@@ -124,50 +125,33 @@ def _backward(ctx, d_o, d_final, *_):
 kda_forward.register_autograd(_backward, setup_context=_setup)
 
 
-def kda_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    A_log: Tensor,
-    dt_bias: Tensor | None,
-    lower_bound: float,
-    scale: float,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    output_final_state: bool,
-    state_positions: Tensor | None,
-    segment: int = 0,
-) -> Any:
-    """As `openk3.ops.kda.kda`. segment: tokens a segment, 0 to let it plan."""
-    A_log = A_log.float().contiguous()
-    dt_bias = None if dt_bias is None else dt_bias.float().contiguous()
-    if cu_seqlens is not None:
-        cu_seqlens = cu_seqlens.to(q.device).contiguous()
-    if initial_state is not None:
-        initial_state = initial_state.float().contiguous()
+def kda_triton(call: KdaCall, segment: int = 0) -> Any:
+    """The triton backend. segment: tokens a segment of a cut sequence, 0 to let it plan."""
+    q, v, cu, initial, dt_bias = call.q, call.v, call.cu_seqlens, call.initial_state, call.dt_bias
     if q.numel() == 0:
-        return _nothing(q, v, initial_state, cu_seqlens, output_final_state, state_positions)
-    if state_positions is not None:
-        x = inputs_of(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, lower_bound, scale)
-        p = problem_of(q, cu_seqlens, segment)
-        o, final, states = states_after(x, p, initial_state, state_positions)
-        return o.view_as(v), final if output_final_state else None, states
-    args = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, lower_bound, scale)
-    leaves = (q, k, v, g, beta, A_log, dt_bias, initial_state)
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
-    o, final, *_ = kda_forward(*args, output_final_state, save, segment)
-    return o, final if output_final_state else None
+        return _nothing(call)
+    inputs = (
+        *(q, call.k, v, call.g, call.beta, call.A_log.float().contiguous()),
+        None if dt_bias is None else dt_bias.float().contiguous(),
+    )
+    initial = None if initial is None else initial.float().contiguous()
+    cu = None if cu is None else cu.to(q.device).contiguous()
+    bounds = call.lower_bound, call.scale
+    if call.state_positions is not None:
+        x, p = inputs_of(*inputs, cu, *bounds), problem_of(q, cu, segment)
+        o, final, states = states_after(x, p, initial, call.state_positions)
+        return o.view_as(v), final if call.output_final_state else None, states
+    wanted = call.output_final_state, call.needs_grad
+    o, final, *_ = kda_forward(*inputs, initial, cu, *bounds, *wanted, segment)
+    return o, final if call.output_final_state else None
 
 
-def _nothing(q, v, initial, cu, output_final, state_positions):
+def _nothing(call: KdaCall) -> Any:
     """No token at all: states pass through."""
-    num = q.shape[0] if cu is None else cu.numel() - 1
-    shape = (num, q.shape[2], q.shape[3], v.shape[3])
-    final = initial if initial is not None else q.new_zeros(shape, dtype=torch.float32)
-    last = final if output_final else None
-    if state_positions is None:
-        return torch.zeros_like(v), last
-    return torch.zeros_like(v), last, final.new_zeros(0, *shape[1:])
+    final = call.initial_state
+    if final is None:
+        final = call.q.new_zeros(call.state_shape, dtype=torch.float32)
+    last = final if call.output_final_state else None
+    if call.state_positions is None:
+        return torch.zeros_like(call.v), last
+    return torch.zeros_like(call.v), last, final.new_zeros(0, *call.state_shape[1:])

@@ -15,10 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from openk3.ops.kda import triton_launch
-from openk3.ops.kda.triton_launch import BLOCK, Inputs, Problem, Wanted
+from openk3.ops.kda import triton_forward
+from openk3.ops.kda.triton_forward import Wanted
 from openk3.ops.kda.triton_math import L2_EPS, LOG2E, exp2, sigmoid
-from openk3.ops.triton_support import launch
+from openk3.ops.kda.triton_problem import BLOCK, Inputs, Problem
+from openk3.ops.triton_support import launch_named
 
 
 @triton.jit
@@ -101,7 +102,7 @@ def states_after(
     index = torch.arange(where.numel(), dtype=torch.int32, device=device)
     wanted = torch.full((p.slots(BLOCK) + 1,), -1, dtype=torch.int32, device=device)
     wanted.scatter_reduce_(0, slot, index, "amax")
-    o, final, states, _ = triton_launch.forward(
+    o, final, states, _ = triton_forward.forward(
         x, p, initial, output_final=True, wanted=Wanted(wanted, where.numel())
     )
     assert final is not None
@@ -110,15 +111,11 @@ def states_after(
     if not where.numel():
         return o, final, out
     v_rows = min(32, p.dim)
-    launch(
+    launch_named(
         advance_kernel,
         (where.numel() * p.heads * (p.dim // v_rows),),
-        x.k,
-        x.v,
-        x.g,
-        x.beta,
-        x.A_log,
-        x.dt_bias,
+        A_log=x.A_log,
+        dt_bias=x.dt_bias,
         states=states,
         source=torch.where(at_end, -1, wanted[slot]).to(torch.int32),
         sequence=sequence,
@@ -128,7 +125,7 @@ def states_after(
         out=out,
         H=p.heads,
         lower_bound=x.lower_bound,
-        **x.strides("k", "v", "g", "beta"),
+        **x.rows("k", "v", "g", "beta"),
         D=p.dim,
         V_ROWS=v_rows,
         HAS_BIAS=x.dt_bias is not None,
