@@ -144,6 +144,31 @@ def test_a_window_is_replayed_up_to_what_was_accepted(backend, kept):
         assert torch.equal(cache[slots], t)
 
 
+@pytest.mark.parametrize("advance", [None, [9, 4]])
+def test_windows_that_exceed_a_tile_together(backend, advance):
+    slots, kept = torch.tensor([2, 0]), [5, 12]
+    layer = Layer(22)
+    pool = layer.pool()
+    pending = Pending(*(torch.full((SLOTS, 12, *t.shape[2:]), torch.nan) for t in layer.x[:5]))
+    options = {**pool, "slots": slots, "pending": pending, **layer.weights, "backend": backend}
+    kda_decode(*layer.tokens(0, 12), accepted=torch.zeros(2), **options)
+    rows = [torch.arange(n, n + 9) for n in kept]
+    window = [torch.stack([t[b, r] for b, r in enumerate(rows)]) for t in layer.x]
+    moves = None if advance is None else torch.tensor(advance)
+    second = kda_decode(*window, accepted=torch.tensor(kept), advance=moves, **options)
+    o, _, _ = layer.separate_ops(slots)
+    wanted = torch.stack([o[b, r] for b, r in enumerate(rows)])
+    assert relative_error(second, wanted) < 3e-6
+    for b, n in enumerate(kept):
+        seen = Layer(22)
+        seen.x = [t[:, : n + (0 if advance is None else advance[b])] for t in seen.x]
+        _, inputs, final = seen.separate_ops(slots)
+        assert relative_error(pool["state"][slots[b]], final[b]) < 3e-6
+        assert relative_error(pool["conv_state"][slots[b]], inputs[b]) < 1e-7
+    for cache, t in zip(pending, window, strict=False):
+        assert torch.equal(cache[slots, :9], t)
+
+
 @pytest.mark.parametrize("advance", [[0, 1], [2, 3]])
 def test_states_may_move_on_into_the_new_window(backend, advance):
     """What they become is what the next window's replay would have made of them."""
@@ -192,7 +217,7 @@ def test_raw_weights_are_packed():
 
 def test_more_tokens_than_a_tile_are_left_to_the_reference():
     facts = {"device": torch.device("cpu"), "width": 128}
-    for window, reason in ((17, "takes 16 tokens"), (16, "CUDA")):
+    for window, reason in ((17, "windows of 16 tokens"), (16, "CUDA")):
         (_, usable, why), _ = decode.BACKENDS.explain(**facts, window=window)
         assert not usable
         assert reason in why

@@ -86,7 +86,7 @@ def _triton_usable(
     if width not in (64, 128):
         return False, f"the kernels take head widths of 64 or 128, not {width}"
     if window > TILE:
-        return False, f"the kernel takes {TILE} tokens, pending and new ones, not {window}"
+        return False, f"the kernel takes windows of {TILE} tokens, not of {window}"
     return triton_runs(device)
 
 
@@ -142,7 +142,7 @@ def kda_decode(
     tokens run from there, and become the pending window. windows [B] names that window; None is
     the slot's. With advance [B] the states move on by the first advance[b] of the new tokens at
     once (0 to T; the row's next `accepted` must then be less by as many, counted from there, that
-    is 0). P + T is at most 16 for the kernels. Returns o [B,T,H,D] in gate's dtype.
+    is 0). T and P are at most 16 for the kernels. Returns o [B,T,H,D] in gate's dtype.
     Raises InputError, BackendError.
     """
     heads, width = q.shape[2:]
@@ -166,7 +166,7 @@ def kda_decode(
         None if advance is None else advance.int(),
     )
     _check(step)
-    window = q.shape[1] + (0 if pending is None else pending.q.shape[1])
+    window = q.shape[1] if pending is None else pending.q.shape[1]
     return BACKENDS.resolve(backend, device=q.device, width=width, window=window).load()(step)
 
 

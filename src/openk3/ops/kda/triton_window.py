@@ -57,12 +57,12 @@ def window_kernel(
     A_log,
     dt_bias,
     norm_weight,
-    old_q,  # [W, P, H, D], as old_k, old_v, old_g: the pending windows
+    old_q,  # [W, P, H, D], as old_k, old_v, old_g: the pending windows; None for none
     old_k,
     old_v,
     old_g,
     old_beta,  # [W, P, H]
-    accepted,  # [B] int32
+    accepted,  # [B] int32, or None: no token of theirs is replayed
     windows,  # [B] int32
     advance,  # [B] int32 or None
     o,  # [B, T, H, D]
@@ -78,7 +78,6 @@ def window_kernel(
     C: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
-    REPLAY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -110,7 +109,9 @@ def window_kernel(
     taps += h * D
     count = 0
     kept = tokens  # the state advances by so many tokens
-    if REPLAY:
+    if (old_q is not None) or (advance is not None):
+        kept = 0
+    if old_q is not None:
         window = tl.load(windows + row).to(tl.int64)
         old = (window * P * H + h) * D
         old_q += old
@@ -118,10 +119,11 @@ def window_kernel(
         old_v += old
         old_g += old
         old_beta += window * P * H + h
+    if accepted is not None:
         count = tl.load(accepted + row)
         kept = count
-        if advance is not None:
-            kept += tl.load(advance + row)
+    if advance is not None:
+        kept += tl.load(advance + row)
     stop = count + tokens
     new = (t >= count) & (t < stop)
 
@@ -133,7 +135,7 @@ def window_kernel(
     w += step * 4
     z = tl.load(g + (t - count) * step + d, new, 0.0).to(tl.float32)
     b = tl.load(beta + (i - count) * H, (i >= count) & (i < stop), 0.0).to(tl.float32)
-    if REPLAY:
+    if accepted is not None:
         z += tl.load(old_g + t * step + d, t < count, 0.0).to(tl.float32)
         b += tl.load(old_beta + i * H, i < count, 0.0).to(tl.float32)
     b = tl.where(i < stop, sigmoid(b), 0.0)
@@ -191,7 +193,7 @@ def window_kernel(
     tl.store(state_q + to, xq.to(DTYPE))
     tl.store(state_k + to, xk.to(DTYPE))
     tl.store(state_v + to, xv.to(DTYPE))
-    if REPLAY:
+    if old_q is not None:
         at = t * step + d
         inside = t < tokens
         tl.store(old_q + at, tl.load(q + at, inside), inside)
