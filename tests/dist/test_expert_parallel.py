@@ -100,6 +100,27 @@ def test_tiled_products_between_collectives(ranks, favourites):
             assert relative_error(got, wanted) < 1e-5
 
 
+def kept(group):
+    """Shapes that autograd keeps of a layer."""
+    dispatcher = MoonEPDispatcher(group, 8)
+    experts = keep_block(Toy(8), group.rank(), group.size())
+    x, ids, logits = tokens_of("nothing for rank 0", group.rank())
+    shapes = []
+
+    def note(tensor):
+        shapes.append(list(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        dispatcher(x.requires_grad_(), ids, logits.softmax(-1), experts)
+    return shapes, [list(t.shape) for t in (x, experts.w1, experts.w3, experts.w2)]
+
+
+def test_nothing_but_the_dispatch_input_is_kept(ranks):
+    for found, wanted in ranks(4, kept):
+        assert found == wanted
+
+
 def two_layers(group, kind, steps=2):
     """Two layers share a dispatcher; the second's forward runs before the first's backward."""
     dispatcher = KINDS[kind](group, 8)
