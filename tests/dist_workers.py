@@ -1,7 +1,7 @@
 """A crew of processes in one process group, started once and given many checks.
 
-Gloo on CPUs; NCCL where there are as many GPUs as processes. A check is a module-level function
-`work(world, *args)`; every process runs it at the same time.
+Gloo on CPUs; NCCL for a crew of `best_device`, where there are as many GPUs as processes. A check
+is a module-level function `work(world, *args)`; every process runs it at the same time.
 """
 
 import atexit
@@ -29,8 +29,8 @@ GRACE_S = 5.0
 class Crew:
     """`size` processes that live until `close`, or until a check fails."""
 
-    def __init__(self, size):
-        self.size, self._processes, self._pipes = size, [], []
+    def __init__(self, size, device="cpu"):
+        self.size, self.device, self._processes, self._pipes = size, device, [], []
 
     def run(self, work, *args):
         """Run `work(world, *args)` everywhere; the results by rank. Fails with every traceback."""
@@ -63,7 +63,9 @@ class Crew:
         port = free_port()
         for rank in range(self.size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, port, there))
+            process = context.Process(
+                target=_serve, args=(rank, self.size, port, self.device, there)
+            )
             process.start()
             there.close()
             self._pipes.append(here)
@@ -82,9 +84,9 @@ class Crew:
 
 
 @functools.cache
-def crew(size):
+def crew(size, device="cpu"):
     """The crew of `size` processes that all tests of this session share."""
-    shared = Crew(size)
+    shared = Crew(size, device)
     atexit.register(shared.close)
     return shared
 
@@ -104,19 +106,19 @@ def enter(rank, size, port):
     os.environ |= {k: str(v) for k, v in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
 
 
-def device_kind(size):
+def best_device(size):
     """cuda where every process can have a GPU."""
     import torch
 
     return "cuda" if torch.cuda.device_count() >= size else "cpu"
 
 
-def _serve(rank, size, port, pipe):
+def _serve(rank, size, port, device, pipe):
     from openk3.parallel.world import join
 
     faulthandler.enable()
     enter(rank, size, port)
-    with join(device_kind(size)) as world:
+    with join(device) as world:
         while True:
             try:
                 work, args = pipe.recv()

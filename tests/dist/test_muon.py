@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dist_workers import crew
+from dist_workers import best_device, crew
 
 from openk3.optim.muon import Muon, MuonParameter
 from openk3.parallel.layout import Layout, expert_spans, row_spans
@@ -24,6 +24,7 @@ LAYOUTS = [
     Layout(shard=4, expert=2),
     Layout(shard=4),
     Layout(replicate=2, shard=2, expert=2),
+    Layout(shard=2, expert=2),
 ]
 
 
@@ -78,7 +79,8 @@ def want():
 @pytest.mark.parametrize("bucket_elements", [1 << 24, 100])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.describe)
 def test_rows_of_every_layout_are_those_of_one_process(layout, bucket_elements, want):
-    found = crew(4).run(train_rows, layout, bucket_elements)
+    size = layout.world
+    found = crew(size, best_device(size)).run(train_rows, layout, bucket_elements)
     for held, momenta, num_buckets in found:
         assert (num_buckets > 1) == (bucket_elements == 100)
         for name, ((start, stop), weight) in held.items():

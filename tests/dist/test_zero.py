@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 from dist_workers import crew
+from sharded_steps import train
 from tiny_run import tiny_recipe, write_tiny_data
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from openk3.config.recipe import ParallelRecipe
 from openk3.errors import ConfigError
@@ -22,7 +22,6 @@ LAYOUTS = {
     "zero 3, two copies": ParallelRecipe(zero=3, replicate=2),
     "zero 1, two copies, experts of two": ParallelRecipe(zero=1, replicate=2, expert=2),
 }
-STEPS = 3
 
 
 @pytest.fixture(scope="module")
@@ -38,46 +37,6 @@ def recipe(tmp_path_factory):
         optim__logit_cap=2e-3,
         optim__lr=2e-2,
     )
-
-
-class Reductions(TorchDispatchMode):
-    """Counts reduce-scatters."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += "reduce_scatter" in str(func)
-        return func(*args, **(kwargs or {}))
-
-
-def train(world, recipe):
-    """Results of each step, and the rows here of the weights and their last gradients."""
-    from openk3.train.setup import build_trainer
-    from openk3.train.sources import open_data
-
-    trainer = build_trainer(recipe, open_data(recipe), world)
-    trainer.prepare()
-    stepper, results, grads, reductions = trainer.stepper, [], {}, Reductions()
-    update = stepper._update
-
-    def keep(found, norm, lr):
-        grads.update(
-            {n: g.cpu().clone() for n, g in zip(stepper.masters.weights, found, strict=True)}
-        )
-        return update(found, norm, lr)
-
-    stepper._update = keep
-    with reductions:
-        for step in range(STEPS):
-            batches = [next(trainer.loader).to(world.device) for _ in range(trainer.num_micro)]
-            results.append(stepper(batches, trainer.learning_rate(step + 1)))
-    rows = stepper.masters.rows or {}
-    held = {
-        name: (rows.get(name, (0, len(w))), grads[name], w.detach().cpu())
-        for name, w in stepper.masters.weights.items()
-    }
-    buffers = {n: b.cpu() for n, b in trainer.model.named_buffers() if "correction" in n}
-    return results, held, buffers, reductions.count / STEPS
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 
-from openk3.config import VisionConfig
 from openk3.data.build_pictures import build_pictures, read_records
 from openk3.data.drawings import write_drawings
 from openk3.data.loader import Loader
@@ -19,20 +18,8 @@ from openk3.train.evaluate import exact_rows
 from openk3.train.setup import training
 from openk3.train.sources import open_data, with_special_ids
 from openk3.train.step import packed_hidden
+from pictures_run import VISION
 from tiny_run import tiny_config, tiny_recipe
-
-VISION = VisionConfig(
-    patch_size=8,
-    init_pos_emb_height=4,
-    init_pos_emb_width=4,
-    vt_num_attention_heads=2,
-    vt_num_hidden_layers=1,
-    vt_hidden_size=16,
-    vt_intermediate_size=32,
-    qkv_hidden_size=16,
-    mm_hidden_size=16,
-    text_hidden_size=32,
-)
 
 
 @pytest.fixture(scope="module")
