@@ -115,6 +115,7 @@ config = KimiLinearConfig(
     num_key_value_heads=4, head_dim=64, intermediate_size=1024, moe_intermediate_size=256,
     num_experts=8, num_experts_per_token=2, num_shared_experts=1, kv_lora_rank=128,
     qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64, first_k_dense_replace=1,
+    bos_token_id=0, eos_token_id=1, pad_token_id=2,
     linear_attn_config=dict(full_attn_layers=[4, 8], kda_layers=[1, 2, 3, 5, 6, 7], num_heads=4,
                             head_dim=64, short_conv_kernel_size=4))
 model = KimiLinearForCausalLM(config).eval().float()
