@@ -125,6 +125,23 @@ def test_answers_are_the_models_own(model, alone, kind):
         assert stats.host_hits > 0
 
 
+def test_batch_invariant_answers_are_equal_to_the_last_bit(model):
+    """Alone, and among others in small steps with too few pages, drafts and a warm cache."""
+    rng = random.Random(4)
+    sizes = {"hash_block": BLOCK, "page_tokens": PAGE, "batch_invariant": True, "debug": True}
+    requests = [*conversations(5)[:5], (tuple([9, 8, 7] * 9), 40)]
+    seen = []
+    for options in ({"num_pages": 400}, {"num_pages": 26, "num_drafts": 3, "max_batch_tokens": 9}):
+        engine = Engine(model, EngineConfig(**sizes, **options))
+        for _ in range(2):
+            ids, logprobs, _ = serve(engine, requests, rng)
+            seen.append((ids, logprobs))
+    assert engine.stats().cached_tokens > 0
+    assert engine.stats().accepted_tokens > 0
+    for other in seen[1:]:
+        assert other == seen[0]
+
+
 def test_drafts_do_not_change_samples(model):
     """Temperature 1: noise belongs to positions, so that a drafted run is the plain run."""
     answers = []

@@ -270,6 +270,7 @@ class Engine:
 def _runner_for(model: Any, config: EngineConfig) -> Runner:
     if hasattr(model, "run") and hasattr(model, "geometry"):
         return cast(Runner, model)
+    from openk3.engine.invariant import InvariantRunner
     from openk3.engine.runner import ModelRunner
 
-    return ModelRunner(model, config)
+    return (InvariantRunner if config.batch_invariant else ModelRunner)(model, config)

@@ -33,7 +33,7 @@ class ModelRunner:
         self.end_id = model.config.eos_token_id
         self.max_positions = model.config.max_position_embeddings
         self._window = config.num_drafts + 1
-        self._pending = self._windows() if config.num_drafts else {}
+        self._pending = self._windows() if config.num_drafts and not config.batch_invariant else {}
         self._accepted: dict[int, int] = {}
         self._pictures = Pictures(model)
         self._graphs: DecodeGraphs | None = None
@@ -73,22 +73,24 @@ class ModelRunner:
         fresh = [page for c in plan.chunks if c.start == 0 for page in c.state_pages]
         if fresh:
             self.memory.clear(fresh)
-        if not plan.chunks:
-            return []
-        decode = [c for c in plan.chunks if self._is_decode(c)]
-        taken = frozenset(c.slot for c in decode)
-        prefill = [c for c in plan.chunks if c.slot not in taken]
-        behind = taken if self._pending else frozenset()
-        before, after = batch.state_copies(plan.chunks, behind)
-        self.memory.copy(before)
         with evaluation_mode(self.model) if self.model.training else nullcontext():
-            logits = self._pass(decode, prefill)
+            return self._advance(plan.chunks) if plan.chunks else []
+
+    def _advance(self, chunks: Sequence[Chunk]) -> Sequence[ChunkResult]:
+        """All chunks in one pass."""
+        decode = [c for c in chunks if self._is_decode(c)]
+        taken = frozenset(c.slot for c in decode)
+        prefill = [c for c in chunks if c.slot not in taken]
+        behind = taken if self._pending else frozenset()
+        before, after = batch.state_copies(chunks, behind)
+        self.memory.copy(before)
+        logits = self._pass(decode, prefill)
         self.memory.copy(after)
-        rows = [row for c in (*decode, *prefill) for row in _sampling_rows(c)]
+        rows = [row for c in (*decode, *prefill) for row in sampling_rows(c)]
         choices = iter(choose(logits, rows, self.config.seed) if rows else [])
         results = {c.slot: self._result(c, c.slot in behind, choices) for c in decode}
         results |= {c.slot: self._result(c, False, choices) for c in prefill}
-        return [results[chunk.slot] for chunk in plan.chunks]
+        return [results[chunk.slot] for chunk in chunks]
 
     def _is_decode(self, chunk: Chunk) -> bool:
         """Whether a chunk takes the path of decoding rows.
@@ -152,7 +154,7 @@ def _drafts(chunk: Chunk) -> tuple[int, ...]:
     return chunk.token_ids[len(chunk.token_ids) - chunk.num_drafts :]
 
 
-def _sampling_rows(chunk: Chunk) -> list[Row]:
+def sampling_rows(chunk: Chunk) -> list[Row]:
     """The positions of a chunk for which a token is chosen."""
     if not chunk.samples:
         return []

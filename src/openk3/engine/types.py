@@ -152,7 +152,8 @@ class EngineConfig:
     cuda_graphs: bool = True
     """On a GPU, record decoding steps once and replay them."""
     batch_invariant: bool = False
-    """The same floats for a request whatever shares its steps; slower."""
+    """The same floats, to the last bit, for a request whatever shares its steps, is cached or
+    preempted: every token is computed alone, so prompts take as long as answers."""
     debug: bool = False
     """Poison freed pages with NaN and check every invariant at every step."""
     seed: int = 0

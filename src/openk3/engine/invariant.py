@@ -1,0 +1,70 @@
+"""Steps in batch-invariant mode: one token of one sequence at a time.
+
+Every product then has one row, every recurrence one step, and attention runs over as many pages as
+the position alone says: the order of every sum is fixed, so the same request gets the same floats
+to the last bit, whatever shares its steps, was cached, was cut into chunks or was preempted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from openk3.engine import batch
+from openk3.engine.plan import Chunk, ChunkResult, Copy
+from openk3.engine.runner import ModelRunner, sampling_rows
+from openk3.engine.sampling import Choice, choose
+from openk3.model.ports import Context
+
+
+class InvariantRunner(ModelRunner):
+    """A runner whose floats depend on a request alone."""
+
+    def _advance(self, chunks: Sequence[Chunk]) -> Sequence[ChunkResult]:
+        return [self._alone(chunk) for chunk in chunks]
+
+    def _alone(self, chunk: Chunk) -> ChunkResult:
+        """A chunk token by token; drafts only as long as they are what was chosen."""
+        kept: list[Choice] = []
+        rows = sampling_rows(chunk)
+        known = len(chunk.token_ids) - chunk.num_drafts
+        self._keep(chunk, chunk.start)
+        for i, token in enumerate(chunk.token_ids):
+            if i >= known and (chunk.request.constraint or token != kept[-1].token_id):
+                break
+            logits = self._token(chunk, i)
+            self._keep(chunk, chunk.start + i + 1)
+            if rows and i >= known - 1:
+                kept += choose(logits, [rows[i - known + 1]], self.config.seed)
+                if kept[-1].error:
+                    return ChunkResult(error=kept[-1].error)
+        if kept and chunk.request.constraint is not None:
+            chunk.request.constraint.accept(kept[0].token_id)
+        logprobs = tuple(c.logprobs for c in kept if c.logprobs is not None)
+        return ChunkResult(tuple(c.token_id for c in kept), logprobs or None)
+
+    def _token(self, chunk: Chunk, index: int) -> Tensor:
+        """Logits [1, V] behind one token."""
+        position = chunk.start + index
+        pages = position // self.geometry.page_tokens + 1
+        one = replace(
+            chunk,
+            token_ids=chunk.token_ids[index : index + 1],
+            start=position,
+            latent_pages=chunk.latent_pages[:pages],
+            checkpoints=(),
+            num_drafts=0,
+        )
+        rows = batch.decode_rows([one], self.memory, {})
+        step = batch.build(rows, [one], [], self.memory, {})
+        x = self.model.embed_tokens(step.input_ids)
+        x = self._pictures.splice(x[0], one)[None]
+        hidden = self.model.trunk(x, Context(step.sequence))
+        return self.model.lm_head(hidden[0])
+
+    def _keep(self, chunk: Chunk, position: int) -> None:
+        """Checkpoints that are due at `position`, as copies of the live state."""
+        for point in chunk.checkpoints:
+            if point.position == position:
+                pairs = zip(chunk.state_pages, point.pages, strict=True)
+                self.memory.copy([Copy(*pair) for pair in pairs])
