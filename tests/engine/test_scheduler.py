@@ -271,6 +271,7 @@ def test_new_weights_use_no_memory_of_the_old_ones():
     assert driver.runner.plans[-1].chunks[0].start == 0
     driver.drain()
     assert (half.cached, len(half.ids)) == (4 * H, 20)
+    assert driver.engine.stats().preemptions == 0
     assert driver.run((*prompt, 5)).cached == 4 * H
 
 

@@ -211,7 +211,7 @@ class Engine:
     def _recover(self) -> None:
         """A step broke off: requests keep their tokens, and start over in clean memory."""
         for seq in list(self.scheduler.running):
-            self.scheduler.preempt(seq)
+            self.scheduler.requeue(seq)
         self.memory.reset_after_failure()
         self._end_aborted()
 
@@ -257,7 +257,7 @@ class Engine:
         with self._lock:
             self._not_computing("new_weights")
             for seq in reversed(list(self.scheduler.running)):
-                self.scheduler.preempt(seq)
+                self.scheduler.requeue(seq)
             self.memory.new_weights(version)
             for seq in self.scheduler.waiting:
                 seq.chain = self.memory.rekey(seq)

@@ -86,13 +86,7 @@ class Scheduler:
             self._prefill(prefills, left)
         assert self.rows, f"{len(self.running)} running, {len(self.waiting)} waiting, none advances"
         chunks = tuple(self._chunk(row) for row in self.rows.values())
-        pool = self.memory.pool
-        poison = tuple(pool.blanked) if pool.blanked else ()
-        if pool.blanked:
-            pool.blanked.clear()
-        copies = tuple(self.memory.copies)
-        self.memory.copies.clear()
-        return StepPlan(chunks, copies, poison)
+        return StepPlan(chunks, *self.memory.take_copies())
 
     def _decode(self, budget: int, prefill_waits: bool) -> int:
         """Rows with one known token left; returns the tokens they take."""
@@ -159,14 +153,18 @@ class Scheduler:
         return True
 
     def preempt(self, seq: Sequence) -> None:
-        """Drop a running sequence's memory; it waits again and keeps what it has generated."""
+        """Requeue a sequence for want of pages, and admit fewer for a while."""
         assert seq not in self.admitted, f"{seq.request.id} is preempted in the step it came in"
+        self.requeue(seq)
+        self.preemptions += 1
+        self.expected = min(1.0, self.expected + MORE_EXPECTED)
+
+    def requeue(self, seq: Sequence) -> None:
+        """A running sequence gives its memory back, and waits to compute it again."""
         self.rows.pop(seq, None)
         self.drop(seq)
         seq.estimate = len(seq.ids)
         self.enqueue(seq)
-        self.preemptions += 1
-        self.expected = min(1.0, self.expected + MORE_EXPECTED)
 
     def drop(self, seq: Sequence) -> None:
         """A running sequence gives its slot and memory back."""

@@ -79,6 +79,9 @@ class ScriptedRunner:
         """Poison, copies, chunks; every read is checked."""
         self.plans.append(plan)
         pool = self.memory["pool"]
+        sources = {copy.source for copy in plan.copies if copy.source_tier == "pool"}
+        if sources & set(plan.poison):
+            raise WrongMemoryError(f"poison before copies: {sorted(sources & set(plan.poison))}")
         for page in plan.poison:
             pool[page] = ["poison"] * self.geometry.page_tokens
         for copy in plan.copies:

@@ -237,23 +237,34 @@ class Memory:
 
     # The host tier, and the whole
 
-    def _write_back(self, holding: Holding) -> bool:
+    def take_copies(self) -> tuple[tuple[Copy, ...], tuple[int, ...]]:
+        """(copies, pages to poison) of the plan that has been made. Poison comes first in a plan,
+        so it spares what the copies read."""
+        copies = tuple(self.copies)
+        self.copies.clear()
+        if not self.pool.blanked:
+            return copies, ()
+        read = {copy.source for copy in copies if copy.source_tier == "pool"}
+        poison = tuple(page for page in self.pool.blanked if page not in read)
+        self.pool.blanked.clear()
+        return copies, poison
+
+    def _write_back(self, holding: Holding) -> None:
         """The pool evicts: keep a copy in host memory, unless one is there."""
         host = self.host
         if not host.num_pages:
-            return False
+            return
         if known := host.find(holding.kind, holding.keys[-1]):
             host.touch(known)
-            return False
+            return
         if host.free < len(holding.pages):
-            return False
+            return
         if smaller := host.find(holding.kind, holding.keys[0]):
             host.forget(smaller)
         away = Holding(holding.kind, host.take(len(holding.pages)), holding.end)
         for source, target in zip(holding.pages, away.pages, strict=True):
             self.copies.append(Copy(source, target, "pool", "host"))
         self._arrivals.append((host, away, [(key, holding.end) for key in holding.keys]))
-        return True
 
     def lose(self, kind: Kind, key: bytes) -> bool:
         """Debug: forget what is found under a key, in every tier. Whether there was anything."""

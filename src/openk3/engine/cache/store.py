@@ -1,7 +1,7 @@
 """One tier of pages: who owns each, which of them can be found again, which goes first."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from openk3.engine.plan import Tier
@@ -31,14 +31,13 @@ class Holding:
 class Store:
     """Blank pages, idle holdings in order of use, and the index of findable ones.
 
-    `on_evict` sees a holding before it is forgotten, and says whether its bytes are still read by
-    the plan being made (they are then not to be poisoned)."""
+    `on_evict` sees a holding before it is forgotten."""
 
     def __init__(
         self,
         tier: Tier,
         num_pages: int,
-        on_evict: Callable[[Holding], bool] = lambda holding: False,
+        on_evict: Callable[[Holding], None] = lambda holding: None,
     ) -> None:
         self.tier: Tier = tier
         self.num_pages = num_pages
@@ -66,11 +65,10 @@ class Store:
         del self.blank[-count:]
         return taken
 
-    def give(self, pages: Iterable[int], read: bool = False) -> None:
-        """Pages whose content nobody needs any more (`read`: but this plan's copies do)."""
-        pages = tuple(pages)
+    def give(self, pages: Sequence[int]) -> None:
+        """Pages whose content nobody will look for any more."""
         self.blank.extend(pages)
-        if self.blanked is not None and not read:
+        if self.blanked is not None:
             self.blanked.extend(pages)
 
     def pin(self, holding: Holding) -> None:
@@ -108,7 +106,7 @@ class Store:
     def find(self, kind: Kind, key: bytes) -> Holding | None:
         return self.index[kind].get(key)
 
-    def forget(self, holding: Holding, read: bool = False) -> None:
+    def forget(self, holding: Holding) -> None:
         """Nothing finds it any more; if idle, its pages are blank from now on."""
         if not holding.keys:
             return
@@ -119,11 +117,12 @@ class Store:
         if holding.refs == 0:
             del self.idle[holding]
             self.idle_pages -= len(holding.pages)
-            self.give(holding.pages, read)
+            self.give(holding.pages)
 
     def evict(self, holding: Holding) -> None:
         """Give up an idle holding, in all its groups at once."""
-        self.forget(holding, read=self.on_evict(holding))
+        self.on_evict(holding)
+        self.forget(holding)
 
     def clear(self) -> None:
         """Forget everything; what is held stays held, and is not findable."""
