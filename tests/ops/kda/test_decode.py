@@ -8,7 +8,7 @@ import torch
 from kernel_checks import relative_error
 from openk3.errors import InputError
 from openk3.ops.conv import short_conv
-from openk3.ops.kda import decode, kda
+from openk3.ops.kda import decode, decode_reference, kda
 from openk3.ops.kda.decode import Pending, kda_decode, pack_taps
 from openk3.ops.norm import gated_head_norm
 
@@ -21,7 +21,7 @@ def backend(request, monkeypatch):
     """The kernel runs in Triton's interpreter, which the table would rightly refuse."""
     if request.param == "triton":
         module = pytest.importorskip("openk3.ops.kda.triton_decode", exc_type=ImportError)
-        monkeypatch.setattr(decode, "step_reference", module.step_triton)
+        monkeypatch.setattr(decode_reference, "step_reference", module.step_triton)
     return "reference"
 
 

@@ -13,13 +13,12 @@ BLOCK = 64  # segments are whole blocks of this many tokens
 
 # microseconds, measured on an H200 (benchmarks/results/kda.md)
 SCAN_US = 0.75  # one tile of a whole scan, while every head has a multiprocessor of its own
-CUT_US = (
-    0.45  # one tile of both passes of a cut scan, for each program that shares a multiprocessor
-)
-CUT_LEAST_US = 0.95  # ... and however few share it
+CUT_US = 0.47  # one tile of both passes of a cut scan, times the programs on a multiprocessor
+CUT_LEAST_US = 0.95  # ... and however few they are
 PROGRAMS = 4  # of the first pass, for a segment of a head
 FOLD_US = 4.3  # folding one segment
 CUT_LAUNCH_US = 15.0  # two more kernels
+CLEARLY = 0.98  # more segments must pay; the costs are no better known than this
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,6 @@ def plan_segments(tokens: int, num_seqs: int, heads: int, num_sms: int, packed: 
         count = num_slots(tokens, num_seqs, length, packed)
         tile = max(CUT_LEAST_US, CUT_US * -(-PROGRAMS * count * heads // num_sms))
         cost = length / 16 * tile + -(-tokens // length) * FOLD_US + CUT_LAUNCH_US
-        if cost < best:
+        if cost < CLEARLY * best:
             best, chosen = cost, Segments(length, count)
     return chosen

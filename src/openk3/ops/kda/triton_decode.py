@@ -20,7 +20,7 @@ WINDOW = {"COLUMNS": 32, "STAGES": 2, "num_warps": 2}
 
 @torch.no_grad()
 def step_triton(step: Step) -> Tensor:
-    """`decode.step_reference` in one kernel, or two if pending and new tokens exceed a tile."""
+    """The `triton` backend: one launch, or two if pending and new tokens exceed a tile."""
     tokens = step.inputs[0].shape[1]
     if step.pending is None:
         return _one(step) if tokens == 1 else _several(step, step.inputs, None, None, step.advance)
