@@ -7,6 +7,7 @@ from openk3.config import preset
 from openk3.engine.plan import Checkpoint, Chunk, Copy, StepPlan
 from openk3.engine.runner import ModelRunner
 from openk3.engine.types import EngineConfig, Request, SamplingParams
+from openk3.errors import ConfigError
 from openk3.model import K3
 
 HASH, PAGE, PAGES = 8, 16, 64
@@ -239,3 +240,8 @@ def test_one_bad_request_does_not_harm_the_others(model):
     assert "not finite" in results[0].error
     ids, _ = expected(model, prompt_of(9, 4), 2)
     assert results[1].new_ids == (ids[-1],)
+
+
+def test_drafts_of_a_layer_are_refused(model):
+    with pytest.raises(ConfigError, match="draft layer"):
+        runner(model, num_drafts=2, draft="mtp")

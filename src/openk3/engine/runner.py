@@ -15,6 +15,7 @@ from openk3.engine.pictures import Pictures, expand
 from openk3.engine.plan import Chunk, ChunkResult, Prompt, StepPlan
 from openk3.engine.sampling import Choice, Row, choose
 from openk3.engine.types import EngineConfig, Request
+from openk3.errors import ConfigError
 from openk3.model.k3 import K3
 from openk3.model.mode import evaluation_mode
 from openk3.model.ports import Context
@@ -25,6 +26,10 @@ class ModelRunner:
     """A Runner for a model on one device."""
 
     def __init__(self, model: K3, config: EngineConfig) -> None:
+        if config.num_drafts and config.draft == "mtp":
+            raise ConfigError(
+                'draft = "mtp": no runner computes drafts with a draft layer yet; use "ngram"'
+            )
         weight = model.lm_head.weight
         self.model, self.config, self.device = model, config, weight.device
         self.memory = PageMemory(model.config, config, weight.device, weight.dtype)
