@@ -80,5 +80,5 @@ def _flat_tensors(args: tuple[Any, ...]) -> list[torch.Tensor]:
         if isinstance(arg, torch.Tensor):
             flat.append(arg)
         elif isinstance(arg, tuple):
-            flat.extend(arg)
+            flat.extend(x for x in arg if isinstance(x, torch.Tensor))
     return flat
