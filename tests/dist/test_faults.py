@@ -1,5 +1,7 @@
 """Processes that die, freeze, hang or fail: the others say which, and the files stay whole."""
 
+import dataclasses
+import errno
 import os
 import signal
 import time
@@ -21,8 +23,6 @@ HANG_SECONDS = 3
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
-    import dataclasses
-
     data = write_tiny_data(tmp_path_factory.mktemp("data") / "tiny")
     plain = tiny_recipe(
         data, train__steps=STEPS, train__micro_sequences=1, run__hang_seconds=HANG_SECONDS
@@ -44,6 +44,10 @@ def hang():
 
 def fail():
     raise ValueError("no such luck")
+
+
+def full():
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def before(original, nth, what):
@@ -119,6 +123,14 @@ def test_a_failing_process_is_named_with_its_error(recipe, tmp_path):
     reason = "rank 1 failed in step 1, phase forward and backward: ValueError: no such luck"
     assert f"ends: {reason}" in text
     assert "ValueError: no such luck" in text
+
+
+def test_a_disk_that_is_full_for_one_stops_all_and_keeps_the_one_before(recipe, tmp_path):
+    text, _ = told(recipe, tmp_path / "r", 1, "files", 2, full)
+    assert all("StorageError: cannot write" in part for part in text.split("--- rank 1"))
+    assert "by rank, {1: " in text
+    assert "No space left on device" in text
+    assert final(tmp_path / "r").step == 2
 
 
 @pytest.fixture(scope="module")

@@ -143,7 +143,7 @@ class ShardedMuon(Muon):
         super().__init__(parameters, within=within, **options)
         units = assign_owners(rows, size)
         self._buckets = [
-            _Bucket(bucket, rows, place, group)
+            _Bucket(bucket, rows, place, group, self.weights[0].device)
             for bucket in buckets_of(units, rows, size, bucket_elements)
         ]
 
@@ -195,7 +195,12 @@ class _Bucket:
     """The units of one round: what leaves here, what comes here, what is computed here."""
 
     def __init__(
-        self, units: Sequence[Unit], rows: Sequence[Rows], place: int, group: dist.ProcessGroup
+        self,
+        units: Sequence[Unit],
+        rows: Sequence[Rows],
+        place: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
     ) -> None:
         self.units, self.rows, self.group = units, rows, group
         outward: list[list[tuple[int, Span]]] = [[] for _ in range(group.size())]
@@ -208,7 +213,7 @@ class _Bucket:
                     inward[holder].append((i, span))
         self._leaving, self._out_sizes = self._lay_out(outward, place)
         self._arriving, self._in_sizes = self._lay_out(inward, place)
-        self._scales = [self._scale(part) for part in self._leaving]
+        self._scales = [self._scale(part).to(device) for part in self._leaving]
 
     def fetch(self, updates: Sequence[Tensor], dtype: torch.dtype) -> _Journey:
         """Send rows to their owners."""
@@ -245,7 +250,7 @@ class _Bucket:
         for part, scale in zip(self._leaving, self._scales, strict=True):
             target = weights[self.units[part.unit].parameter].flatten(0, -2)[part.rows]
             result = results[part.at].view_as(target).to(target.dtype)
-            target.addcmul_(result, scale.to(target), value=-lr)
+            target.addcmul_(result, scale, value=-lr)
 
     def _travel(self, source: Tensor, received: list[int], sent: list[int]) -> _Journey:
         target = source.new_empty(sum(received))
