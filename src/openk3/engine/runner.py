@@ -166,6 +166,11 @@ def sampling_rows(chunk: Chunk) -> list[Row]:
     known = chunk.start + len(chunk.token_ids) - chunk.num_drafts
     drafts = _drafts(chunk)
     return [
-        Row(chunk.request, known + i, (*chunk.output_ids, *drafts[:i]), constrained=i == 0)
+        Row(
+            chunk.request,
+            known + i,
+            (*chunk.output_ids, *drafts[:i]) if i else chunk.output_ids,
+            constrained=i == 0,
+        )
         for i in range(chunk.num_drafts + 1)
     ]

@@ -27,7 +27,7 @@ class Row:
     request: Request
     position: int
     """Tokens before it."""
-    output_ids: tuple[int, ...]
+    output_ids: Sequence[int]
     """Those of them that were generated."""
     constrained: bool = False
     """Whether the request's grammar applies: it knows the state behind `output_ids` only."""
