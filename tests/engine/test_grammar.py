@@ -152,12 +152,20 @@ def nested(depth: int) -> dict:
         {"type": "object", "properties": {"a": {"enum": []}}},
         {"type": "object", "properties": {"a": 5}},
         {"type": "object", "properties": {"a": {"description": "x" * 100_001}}},
+        {"type": "object", "properties": {"a": {"type": "string", "minLength": 10**6}}},
+        {"type": "object", "properties": {f"p{i}": {} for i in range(300)}},
+        {"type": "object", "properties": {"a": {}}, "required": 5},
+        {"type": "object", "properties": {"a": {}}, "required": [[1]]},
+        {"type": "object", "properties": {"a": {"enum": "xyz"}}},
+        {"type": "object", "properties": {"a": {"type": "string", "pattern": 5}}},
+        {"type": "object", "properties": {"a\ud800": {}}},
     ],
-    ids=range(10),
+    ids=range(17),
 )
 def test_a28_what_no_grammar_can_be_made_of_is_an_input_error(grammars, schema):
     with pytest.raises(
-        InputError, match=r"grammar|nested|characters|type|points|back|no value|object"
+        InputError,
+        match=r"grammar|nested|characters|type|points|back|no value|object|lengths|properties",
     ):
         grammars.compile(thinking=False, tools=[tool("t", schema)], calls="required")
     with pytest.raises(InputError):

@@ -6,7 +6,7 @@ import pytest
 
 from openk3.engine.service import AsyncEngine
 from openk3.engine.types import Request, SamplingParams
-from openk3.errors import BackendError, InputError, LimitError
+from openk3.errors import BackendError, ConflictError, InputError, LimitError
 from scripted_engine import ScriptedEngine
 
 
@@ -144,7 +144,7 @@ def test_shutdown_lets_requests_finish_or_hands_them_back(grace, reason):
         await anext(stream)
         closing = asyncio.create_task(service.close(grace))
         await asyncio.sleep(0)
-        with pytest.raises(LimitError, match="shutting down"):
+        with pytest.raises(ConflictError, match="shutting down"):
             await service.submit([request("b")])
         outputs = [o async for batch in stream for o in batch]
         await closing

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from openk3.api.openai.state import Serving
 
 KEY_VARIABLE = "OPENK3_API_KEY"
+LAST_WORDS_S = 2.0
+"""For the ends of answers that shutdown has cut, after the grace they had."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,8 @@ def main(argv: list[str]) -> int:
         port=options.port,
         keys=keys,
         on_ready=say,
-        on_interrupt=state.service.drain,
-        grace_s=config.limits.grace_s,
+        on_interrupt=lambda: state.service.drain(config.limits.grace_s),
+        grace_s=config.limits.grace_s + LAST_WORDS_S,
     )
     return 1 if state.service.failure else 0
 

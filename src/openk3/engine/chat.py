@@ -16,8 +16,11 @@ from openk3.errors import InputError
 from openk3.text.image import ImageInputs, ImageProcessor
 from openk3.text.tokenizer import Tokenizer
 from openk3.text.xtml import Delta, Segment, StreamParser, markup, render
+from openk3.text.xtml.lexer import MARKERS
 
 Message = Mapping[str, Any]
+READ = (None, *MARKERS)
+"""Ordinary tokens and K3's markup; other special tokens say nothing."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,7 @@ class ChatReader:
     """Reads one choice: ids to deltas of reasoning, content and tool calls."""
 
     def __init__(self, tokenizer: Tokenizer, *, thinking: bool, stops: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
         self._parser = StreamParser(tokenizer, thinking=thinking)
         self._stops = StopStrings(stops)
         self.num_reasoning = 0
@@ -165,7 +169,8 @@ class ChatReader:
         for token_id in ids:
             if not self.stopped:
                 self.num_reasoning += self._parser.thinking
-                deltas += self._cut(self._parser.feed(token_id))
+                if self._tokenizer.special_name(token_id) in READ:
+                    deltas += self._cut(self._parser.feed(token_id))
         return deltas
 
     def finish(self) -> list[Delta]:

@@ -132,7 +132,14 @@ def _vocabulary(tokenizer: Tokenizer, size: int, markers: Mapping[str, int]) -> 
     for token_id in range(min(size, tokenizer.vocab_size)):
         name = tokenizer.special_name(token_id)
         if name is None:
-            vocabulary.append(tokenizer.token_bytes(token_id))
+            vocabulary.append(_bytes(tokenizer, token_id))
         else:  # an empty token is never allowed
             vocabulary.append(b"\xff\xff" + name.encode() if name in markers else b"")
     return vocabulary
+
+
+def _bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
+    try:
+        return tokenizer.token_bytes(token_id)
+    except InputError:  # a hole in the vocabulary
+        return b""

@@ -17,6 +17,9 @@ Format = dict[str, Any]
 Schema = Mapping[str, Any]
 
 MAX_SCHEMA_CHARS = 100_000
+MAX_PROPERTIES = 256
+MAX_REPEATS = 100_000
+REPEATS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 MAX_ALTERNATIVES = 64
 MAX_DEPTH = 32
 """Objects within objects; the automaton grows with the square of it."""
@@ -99,14 +102,22 @@ class Formats:
 
     def check(self, schema: Any, where: str) -> None:
         """Raises InputError for a schema that is too large, too deep or has an unusable pattern."""
-        level, depth = [schema], 0
+        level, depth, properties = [schema], 0, 0
         while level:
             depth += 1
             if depth > 2 * MAX_DEPTH:  # a property is two levels of JSON
                 raise InputError(f"{where}: the schema is nested more than {MAX_DEPTH} deep")
             for node in level:
-                if isinstance(node, Mapping) and isinstance(node.get("pattern"), str):
+                if not isinstance(node, Mapping):
+                    continue
+                if isinstance(node.get("pattern"), str):
                     guarded(self._grammar.from_regex, node["pattern"])
+                if any(_above(node.get(key), MAX_REPEATS) for key in REPEATS):
+                    raise InputError(f"{where}: lengths may be at most {MAX_REPEATS}")
+                if isinstance(node.get("properties"), Mapping):
+                    properties += len(node["properties"])
+            if properties > MAX_PROPERTIES:
+                raise InputError(f"{where}: the schema names more than {MAX_PROPERTIES} properties")
             level = [child for node in level for child in _children(node)]
         if len(json.dumps(schema)) > MAX_SCHEMA_CHARS:
             raise InputError(f"{where}: the schema has more than {MAX_SCHEMA_CHARS} characters")
@@ -126,9 +137,8 @@ class Formats:
     def _arguments(self, function: Mapping[str, Any]) -> list[Format]:
         schema = function.get("parameters") or {"type": "object", "properties": {}}
         where = f"tool {function['name']}"
-        self.check(schema, where)
+        body = self.json(schema, where)  # also says what is wrong with a schema
         if not _is_plain(schema):
-            body = self.json(schema, where)
             return [*self.open("json", ' type="object"'), body, *self.close("json")]
         arguments = []
         for key, value in schema.get("properties", {}).items():
@@ -174,6 +184,10 @@ class Formats:
         if least or most != "":
             return {"type": "regex", "pattern": rf"[\s\S]{{{least},{most}}}"}
         return self.free()
+
+
+def _above(value: Any, most: int) -> bool:
+    return isinstance(value, (int, float)) and value > most
 
 
 def _children(node: Any) -> list[Any]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from openk3.engine.types import Output, Request, Stats
-from openk3.errors import BackendError, LimitError, OpenK3Error
+from openk3.errors import BackendError, ConflictError, OpenK3Error
 from openk3.obs import log
 
 MAX_UNREAD = 1 << 16
@@ -149,7 +149,7 @@ class AsyncEngine:
         """Start requests together.
 
         Raises what the engine's `add` raises (InputError, LimitError; then none of them runs),
-        LimitError while shutting down, BackendError when the engine has failed.
+        ConflictError while shutting down, BackendError when the engine has failed.
         """
         self._require_running()
         loop = asyncio.get_running_loop()
@@ -169,9 +169,11 @@ class AsyncEngine:
             self._asked.discard(accepted)
         return stream
 
-    def drain(self) -> None:
-        """Take no new requests."""
+    def drain(self, grace_s: float | None = None) -> None:
+        """Take no new requests; end those that run after `grace_s` seconds. Any thread may call."""
         self.draining = True
+        if grace_s is not None and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.call_later, grace_s, self.abort_all)
 
     def abort_all(self) -> None:
         """End every request; its stream gets a last output with finish_reason "abort"."""
@@ -197,7 +199,7 @@ class AsyncEngine:
         if self.failure is not None or not (self.draining or self._thread.is_alive()):
             raise BackendError(f"the engine is not running: {self.failure or 'it never started'}")
         if self.draining:
-            raise LimitError("the server is shutting down; send this to another one")
+            raise ConflictError("the server is shutting down; send this to another one")
 
     # The loop's side.
 

@@ -32,6 +32,7 @@ def create_app(state: Serving) -> FastAPI:
     app.add_exception_handler(OpenK3Error, _on_our_error)
     app.add_exception_handler(TooLargeError, _on_too_large)
     app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(Exception, _on_mistake)
     options, metrics = state.options, state.metrics
 
     def count(route: str, status: int) -> None:
@@ -82,3 +83,8 @@ async def _on_http(request: Request, error: Exception) -> Response:
     message = f"{request.method} {request.url.path:.200}: {error.detail}"
     headers = dict(error.headers or {})
     return _answer(request, ApiError(error.status_code, message, headers=headers))
+
+
+async def _on_mistake(request: Request, error: Exception) -> Response:
+    """A mistake of ours: the caller is told no more than that; the log has the trace."""
+    return _answer(request, ApiError(500, "internal error", "internal_error"))

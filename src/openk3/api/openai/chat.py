@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from openk3.api.openai import conversation, logprobs, prepare, routing
-from openk3.api.openai.connection import EventStream, event, while_connected
+from openk3.api.openai.connection import event, while_connected
 from openk3.api.openai.errors import ApiError
 from openk3.api.openai.generation import Generation, Unit
 from openk3.api.openai.images import Pictures
@@ -33,8 +33,7 @@ async def create(request: Request) -> Response:
     writer = Chunks(state, generation, with_logprobs=body.logprobs is True)
     if body.stream:
         usage = (body.stream_options or {}).get("include_usage")
-        events = routing.closing(generation, writer.events(usage))
-        return EventStream(events, state.options.stall_timeout_s)
+        return routing.stream(state, generation, writer.events(usage))
     try:
         return JSONResponse(await while_connected(request, writer.whole()))
     finally:

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from openk3.api.openai import logprobs, prepare, routing
-from openk3.api.openai.connection import EventStream, event, while_connected
+from openk3.api.openai.connection import event, while_connected
 from openk3.api.openai.conversation import bad
 from openk3.api.openai.errors import ApiError, as_api_error
 from openk3.api.openai.generation import Generation, Unit
@@ -36,8 +36,7 @@ async def create(request: Request) -> Response:
     )
     writer = Texts(state, generation, body)
     if body.stream:
-        events = routing.closing(generation, writer.events())
-        return EventStream(events, state.options.stall_timeout_s)
+        return routing.stream(state, generation, writer.events())
     try:
         return JSONResponse(await while_connected(request, writer.whole()))
     finally:

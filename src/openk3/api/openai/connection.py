@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -54,11 +54,13 @@ def dump(data: object) -> str:
 
 
 class EventStream(Response):
-    """An ASGI answer of server-sent events. The events' generator is closed however it ends."""
+    """An ASGI answer of server-sent events. `on_end` is called however it ends."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None], stall_s: float) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], stall_s: float, on_end: Callable[[], None]
+    ) -> None:
         super().__init__()
-        self._events, self._stall_s = events, stall_s
+        self._events, self._stall_s, self._on_end = events, stall_s, on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writing = asyncio.ensure_future(self._write(send))
@@ -66,6 +68,7 @@ class EventStream(Response):
         try:
             await asyncio.wait({writing, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            self._on_end()
             await _cancel(gone)
             await _cancel(writing)
         if not writing.cancelled():

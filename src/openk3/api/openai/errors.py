@@ -27,7 +27,6 @@ TYPES = {
     404: "not_found_error",
     405: "invalid_request_error",
     408: "invalid_request_error",
-    409: "invalid_request_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
     429: "rate_limit_error",
@@ -41,7 +40,7 @@ STATUS: Mapping[type[OpenK3Error], int] = {
     DataError: 400,
     DeniedError: 403,
     NotFoundError: 404,
-    ConflictError: 409,
+    ConflictError: 503,
     LimitError: 429,
     BackendError: 503,
 }
@@ -77,8 +76,6 @@ def as_api_error(error: OpenK3Error | ValidationError) -> ApiError:
     if isinstance(error, ValidationError):
         return _invalid(error)
     status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), 500)
-    if status == 429 and "shutting down" in str(error):
-        status = 503
     code = {429: "rate_limit_exceeded", 503: "service_unavailable"}.get(status)
     return ApiError(status, str(error), code, retry_after_s=1.0 if code else None)
 

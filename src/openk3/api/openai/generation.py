@@ -54,6 +54,7 @@ class Generation:
         self._stream: Stream | None = None
         self._began = state.clock.now()
         self._first: dict[int, float] = {}
+        self._last: dict[int, float] = {}
         self._waiting: list[Output] = []
 
     @classmethod
@@ -150,6 +151,9 @@ class Generation:
         if part.ids and choice.index not in self._first:
             self._first[choice.index] = now
             metrics.first.labels(model).observe(now - self._began)
+        elif part.ids:
+            metrics.between.labels(model).observe((now - self._last[choice.index]) / len(part.ids))
+        self._last[choice.index] = now
         if part.finish_reason is not None:
             first = self._first.get(choice.index, now)
             reason = part.finish_reason

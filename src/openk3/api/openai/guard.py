@@ -64,4 +64,7 @@ class Guard:
 
 
 def _name(host: str) -> str:
-    return urlsplit(f"//{host}").hostname or ""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:  # not even the form of a host
+        return ""

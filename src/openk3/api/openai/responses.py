@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 from pydantic import Field
 
 from openk3.api.openai import conversation, prepare, routing
-from openk3.api.openai.connection import EventStream, event, while_connected
+from openk3.api.openai.connection import event, while_connected
 from openk3.api.openai.conversation import bad
 from openk3.api.openai.errors import ApiError
 from openk3.api.openai.generation import Generation, Unit
@@ -55,8 +55,7 @@ async def create(request: Request) -> Response:
     generation = await routing.begin(state, request, lambda: _units(state, body), name)
     writer = Writer(state, generation, body)
     if body.stream:
-        events = routing.closing(generation, writer.events())
-        return EventStream(events, state.options.stall_timeout_s)
+        return routing.stream(state, generation, writer.events())
     try:
         return JSONResponse(await while_connected(request, writer.whole()))
     finally:

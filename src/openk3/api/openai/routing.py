@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from openk3.api.auth import given_key
 from openk3.api.limits import TooLargeError
-from openk3.api.openai.connection import event, while_connected
+from openk3.api.openai.connection import EventStream, event, while_connected
 from openk3.api.openai.errors import ApiError, as_api_error
 from openk3.api.openai.generation import Generation, Unit
 from openk3.api.openai.prepare import salt
@@ -54,23 +54,27 @@ async def begin(
 ) -> Generation:
     """Prepare units on a thread, admit them, wait for the first token. Raises ApiError."""
 
-    async def work() -> Generation:
+    started: list[Generation] = []
+
+    async def work() -> None:
         units = await asyncio.to_thread(prepare)
         salted = salt(tenant(state, request), cache_salt)
-        return await Generation.start(state, units, name, salted)
+        started.append(await Generation.start(state, units, name, salted))
 
-    return await while_connected(request, work())
-
-
-async def closing(
-    generation: Generation, events: AsyncGenerator[bytes, None]
-) -> AsyncGenerator[bytes, None]:
-    """The events of a stream; what they work on is closed with it."""
     try:
-        async for piece in events:
-            yield piece
-    finally:
-        generation.close()
+        await while_connected(request, work())
+    except BaseException:  # cancelled as it started
+        for generation in started:
+            generation.close()
+        raise
+    return started[0]
+
+
+def stream(
+    state: Serving, generation: Generation, events: AsyncGenerator[bytes, None]
+) -> EventStream:
+    """The answer of events; what they work on ends with it."""
+    return EventStream(events, state.options.stall_timeout_s, generation.close)
 
 
 def failed(message: str | None) -> bytes:

@@ -1,0 +1,195 @@
+"""The server over the real engine; a scripted runner checks every page that is read."""
+
+import asyncio
+import random
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the serve extra is not installed")
+httpx = pytest.importorskip("httpx", reason="the serve extra is not installed")
+
+from openai_server import serving  # noqa: E402
+from openk3.engine.engine import Engine  # noqa: E402
+from openk3.engine.scripted import ScriptedRunner  # noqa: E402
+from openk3.engine.types import EngineConfig  # noqa: E402
+from openk3.text.image import ImageProcessor  # noqa: E402
+from scripted_engine import ids_of, tokenizer  # noqa: E402
+
+H, P = 16, 64
+OFF = {"thinking": {"type": "disabled"}}
+ANSWER = ids_of("fine⟨C⟩response⟨S⟩⟨C⟩message⟨S⟩⟨E⟩")
+
+
+def engine(answer=ANSWER, *, num_pages=400, max_queued=4096) -> Engine:
+    def script(request, ids):
+        at = len(ids) - sum(4 if i == MEDIA else 1 for i in request.prompt_ids)
+        return answer[at] if at < len(answer) else answer[-1]
+
+    runner = ScriptedRunner(
+        script,
+        page_tokens=P,
+        num_pages=num_pages,
+        vocab_size=tokenizer().vocab_size,
+        end_id=tokenizer().end_of_msg_id,
+    )
+    runner.media_id, runner.picture_size = MEDIA, 4
+    config = EngineConfig(hash_block=H, page_tokens=P, max_queued=max_queued, debug=True)
+    return Engine(runner, config)
+
+
+MEDIA = tokenizer().special_id("<|media_pad|>")
+
+
+def ask(server, stream: bool, path: str, body: dict) -> dict:
+    """The usage of one request."""
+    if not stream:
+        return server.post(path, body).json()["usage"]
+    events = server.stream(path, body)[:-1]
+    return next(event["usage"] for event in events if "usage" in event)
+
+
+def test_a26_the_cached_tokens_of_the_engine_are_told_everywhere():
+    text = "the weather in Paris " * 60
+    messages = [{"role": "user", "content": text}]
+    for path, body in (
+        ("/v1/chat/completions", {"messages": messages, **OFF}),
+        ("/v1/completions", {"prompt": text, "max_tokens": 3}),
+    ):
+        found = []
+        for stream in (False, True):
+            with serving(engine=engine()) as server:
+                usages = [ask(server, stream, path, body) for _ in range(2)]
+            cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
+            size = usages[0]["prompt_tokens"]
+            assert cached[0] == 0
+            assert size - 2 * H < cached[1] <= size
+            assert cached[1] % H == 0
+            found.append(cached)
+        assert found[0] == found[1]
+
+
+def picture(colour: str) -> dict:
+    import base64
+    import io
+
+    from PIL import Image
+
+    out = io.BytesIO()
+    Image.new("RGB", (16, 16), colour).save(out, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def test_a27_another_picture_shares_no_prefix_past_its_place():
+    pytest.importorskip("PIL", reason="the vision extra is not installed")
+    with serving(engine=engine(), processor=ImageProcessor(patch_size=4)) as server:
+
+        def cached(*parts: dict) -> tuple[int, int]:
+            content = [{"type": "text", "text": "x " * 40}, *parts,
+                       {"type": "text", "text": "y " * 40}]  # fmt: skip
+            body = {"messages": [{"role": "user", "content": content}], **OFF}
+            usage = server.post("/v1/chat/completions", body).json()["usage"]
+            return usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
+
+        lead = len(ids_of('⟨O⟩message role="user"⟨S⟩' + "x " * 40))
+        red, blue = picture("red"), picture("blue")
+        assert cached(red)[0] == 0
+        assert cached(blue)[0] <= lead + 20
+        hit, size = cached(red)
+        assert size - 2 * H < hit
+        pair, _ = cached(red, blue)
+        swapped, size = cached(blue, red)
+        assert pair < size - 2 * H
+        assert swapped < size - 2 * H
+        assert cached(red, blue)[0] > size - 2 * H
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a16_a17_after_a_hang_up_all_memory_is_free(stream):
+    long = (*ids_of("⟨C⟩think⟨S⟩⟨O⟩response⟨S⟩"), *tokenizer().encode("x") * 100_000)
+    with serving(engine=engine(long, num_pages=4000)) as server:
+        free = server.engine.stats().free_pages
+
+        async def leave() -> None:
+            async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
+                body = {"messages": [{"role": "user", "content": "hi"}], "stream": stream}
+                if stream:
+                    async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+                        await anext(answer.aiter_lines())
+                else:
+                    with pytest.raises(TimeoutError):
+                        await asyncio.wait_for(client.post("/v1/chat/completions", json=body), 0.3)
+
+        asyncio.run(leave())
+        while server.engine.stats().aborted == 0:
+            server.settle()
+        stats = server.engine.stats()
+        assert (stats.running, stats.waiting, stats.free_pages) == (0, 0, free)
+
+
+def test_n_choices_take_their_prompt_from_the_cache():
+    with serving(engine=engine()) as server:
+        text = "the weather in Paris " * 40
+        server.chat(text, **OFF)
+        before = server.engine.stats()
+        answer = server.chat(text, n=4, **OFF).json()
+        assert [c["message"]["content"] for c in answer["choices"]] == ["fine"] * 4
+        after = server.engine.stats()
+        asked = after.prompt_tokens - before.prompt_tokens
+        assert after.cached_tokens - before.cached_tokens > asked - 4 * 2 * H
+
+
+def test_a_thousand_requests_at_random_leave_nothing_behind():
+    """Whole and streamed, malformed, left at random moments, read slowly, in too little memory."""
+    rng = random.Random(0)
+    kinds = ["whole", "stream", "bad", "leave", "slow", "text"]
+    texts = ["the weather in Paris " * n for n in (1, 3, 10, 20)]
+
+    async def one(client) -> str:
+        kind = rng.choice(kinds)
+        body = {"messages": [{"role": "user", "content": rng.choice(texts)}], **OFF,
+                "max_tokens": rng.randrange(1, 20), "n": rng.choice([1, 1, 2])}  # fmt: skip
+        try:
+            if kind == "bad":
+                answer = await client.post("/v1/chat/completions", json={**body, "n": "x"})
+                assert answer.status_code == 400
+            elif kind in ("stream", "slow"):
+                async with client.stream(
+                    "POST", "/v1/chat/completions", json={**body, "stream": True}
+                ) as answer:
+                    last = ""
+                    async for line in answer.aiter_lines():
+                        last = line or last
+                        await asyncio.sleep(0.001 if kind == "slow" else 0)
+                    assert last == "data: [DONE]"
+            elif kind == "leave":
+                work = client.post("/v1/chat/completions", json=body)
+                await asyncio.wait_for(work, rng.random() * 0.03)
+            else:
+                path = "/v1/completions" if kind == "text" else "/v1/chat/completions"
+                answer = await client.post(path, json={**body, "prompt": rng.choice(texts)})
+                assert answer.status_code == 200, answer.text
+        except TimeoutError:
+            return "left"
+        return kind
+
+    async def all_of_them(url: str) -> list[str]:
+        limits = httpx.Limits(max_connections=32)
+        async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
+            done: list[str] = []
+            for _ in range(20):
+                done += await asyncio.gather(*(one(client) for _ in range(50)))
+            return done
+
+    with serving(engine=engine(num_pages=60)) as server:
+        idle = server.engine.stats()
+        done = asyncio.run(all_of_them(server.url))
+        server.settle()
+        assert len(done) == 1000
+        assert {"left", *kinds} - {"leave"} <= set(done)
+        stats = server.engine.stats()
+        assert (stats.running, stats.waiting) == (0, 0)
+        assert stats.free_pages == idle.free_pages
+        assert stats.finished > 500
+        assert server.state.service._streams == {}
+        assert server.client.get("/health").status_code == 200
