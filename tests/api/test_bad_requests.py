@@ -76,6 +76,9 @@ BAD = {
     "text no string": said({"role": "user", "content": [{"type": "text", "text": 5}]}),
     "tool without id": said(*HI, {"role": "tool", "content": "x"}),
     "calls no list": said({"role": "assistant", "content": "", "tool_calls": {"a": 1}}),
+    "call no object": said({"role": "assistant", "content": "", "tool_calls": ["x"]}),
+    "call id": said({"role": "assistant", "content": "", "tool_calls": [
+        {"id": [1], **tool(arguments="{}")}]}),
     "call without function": said({"role": "assistant", "content": "", "tool_calls": [{}]}),
     "arguments no object": said({"role": "assistant", "content": "", "tool_calls": [
         tool(arguments="[1]")]}),

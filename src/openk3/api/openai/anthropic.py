@@ -16,7 +16,7 @@ from pydantic import Field
 from openk3.api.openai import conversation, prepare, routing
 from openk3.api.openai.chat import CallIds
 from openk3.api.openai.connection import event, while_connected
-from openk3.api.openai.conversation import bad
+from openk3.api.openai.conversation import bad, joined_text
 from openk3.api.openai.errors import ApiError
 from openk3.api.openai.generation import Generation, Unit
 from openk3.api.openai.images import Pictures
@@ -105,7 +105,7 @@ def _units(state: Serving, body: CreateBody) -> list[Unit]:
 def _conversation(state: Serving, body: MessagesBody) -> conversation.Conversation:
     messages: list[dict[str, Any]] = []
     if body.system:
-        messages.append({"role": "system", "content": _text(body.system, "system")})
+        messages.append({"role": "system", "content": joined_text(body.system, "system")})
     for i, message in enumerate(body.messages):
         messages += _messages(message, f"messages[{i}]")
     choice = body.tool_choice or {}
@@ -120,17 +120,6 @@ def _conversation(state: Serving, body: MessagesBody) -> conversation.Conversati
     )
 
 
-def _text(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise bad("must be text or a list of text blocks", where)
-    texts = [block.get("text") if isinstance(block, Mapping) else None for block in content]
-    if not all(isinstance(text, str) for text in texts):
-        raise bad("must hold text blocks alone", where)
-    return "".join(map(str, texts))
-
-
 def _thinking(given: Mapping[str, Any] | None) -> Thinking:
     """Thoughts are on only when asked for, as Anthropic's clients expect."""
     kind = (given or {}).get("type", "disabled")
@@ -143,7 +132,7 @@ def _choice(choice: Mapping[str, Any]) -> str | dict[str, Any] | None:
     kind = choice.get("type")
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
-    if kind is not None and kind not in CHOICES:
+    if kind is not None and kind not in list(CHOICES):
         raise bad(f"type must be one of {', '.join(CHOICES)}, tool", "tool_choice")
     return CHOICES[kind] if kind else None
 
@@ -174,8 +163,9 @@ def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     for j, block in enumerate(content):
         here = f"{where}.content[{j}]"
         if isinstance(block, Mapping) and block.get("type") == "tool_result":
-            inner = block.get("content") or ""
-            body = inner if isinstance(inner, str) else [_part(b, here) for b in inner]
+            body = block.get("content") or ""
+            if isinstance(body, list):
+                body = [_part(part, here) for part in body]
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"),
                             "content": body})  # fmt: skip
         else:
@@ -202,7 +192,7 @@ def _assistant(content: list[Any], where: str) -> dict[str, Any]:
     for j, block in enumerate(content):
         kind = block.get("type") if isinstance(block, Mapping) else None
         if kind == "text":
-            message["content"] += _text([block], f"{where}.content[{j}]")
+            message["content"] += joined_text([block], f"{where}.content[{j}]")
         elif kind == "thinking":
             thoughts.append(str(block.get("thinking", "")))
         elif kind == "tool_use":

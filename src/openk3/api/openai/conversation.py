@@ -87,12 +87,24 @@ def read(
     )
 
 
+def joined_text(parts: Any, where: str) -> str:
+    """The text of a text, or of a list of text parts. Raises ApiError 400."""
+    if isinstance(parts, str):
+        return parts
+    if not isinstance(parts, list):
+        raise bad("must be text or a list of text parts", where)
+    texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise bad("must hold text parts alone", where)
+    return "".join(map(str, texts))
+
+
 def _thinking(
     thinking: Thinking | None, effort: str | None, options: Mapping[str, Any]
 ) -> tuple[bool, str]:
     """`thinking` says more than `reasoning_effort`, which says more than template options."""
     given = (thinking.effort if thinking else None) or effort
-    if given is not None and given != "none" and given not in EFFORTS:
+    if given is not None and (not isinstance(given, str) or given not in (*EFFORTS, "none")):
         raise bad(f"{given!r:.40} is not one of {', '.join(EFFORTS)}, none", "reasoning_effort")
     if thinking and thinking.type:
         is_on = thinking.type == "enabled"
@@ -147,8 +159,12 @@ def _message(
         raise bad("is missing", f"{where}.content")
     if role == "tool" and not isinstance(message.get("tool_call_id"), str):
         raise bad("is missing", f"{where}.tool_call_id")
-    if not isinstance(message.get("tool_calls") or [], list):
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
         raise bad("must be a list", f"{where}.tool_calls")
+    for call in calls:
+        if not isinstance(call, Mapping) or not isinstance(call.get("id"), (str, type(None))):
+            raise bad("must be objects with a text as their id", f"{where}.tool_calls")
     own["content"] = pictures.take(message.get("content"), role, f"{where}.content")
     return own
 
@@ -160,7 +176,7 @@ def _tool_choice(
     if isinstance(choice, Mapping):
         function = choice.get("function")
         name = function.get("name") if isinstance(function, Mapping) else None
-        if choice.get("type") != "function" or name not in declared:
+        if choice.get("type") != "function" or name not in list(declared):
             raise bad("names no function of `tools`", "tool_choice")
         return "required", name
     if choice not in (None, "auto", "none", "required"):

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from openk3.api.openai import conversation, prepare, routing
 from openk3.api.openai.connection import event, while_connected
-from openk3.api.openai.conversation import bad
+from openk3.api.openai.conversation import bad, joined_text
 from openk3.api.openai.errors import ApiError
 from openk3.api.openai.generation import Generation, Unit
 from openk3.api.openai.images import Pictures
@@ -94,24 +94,23 @@ def _add(item: Mapping[str, Any], messages: list[dict[str, Any]], where: str) ->
     kind = item.get("type", "message")
     if kind == "message":
         role, content = item.get("role"), item.get("content")
-        if isinstance(content, list):
-            content = [_part(part, f"{where}.content[{j}]") for j, part in enumerate(content)]
-        if role != "assistant":
-            messages.append({"role": role, "content": content})
+        if role == "assistant":
+            _assistant(messages)["content"] += joined_text(content, f"{where}.content")
             return
         if isinstance(content, list):
-            content = "".join(part.get("text", "") for part in content)
-        _assistant(messages)["content"] += str(content or "")
+            content = [_part(part, f"{where}.content[{j}]") for j, part in enumerate(content)]
+        messages.append({"role": role, "content": content})
     elif kind == "reasoning":
-        texts = [part.get("text", "") for part in item.get("content") or [] if part]
-        _assistant(messages)["reasoning_content"] = "".join(texts)
+        thought = joined_text(item.get("content") or "", f"{where}.content")
+        _assistant(messages)["reasoning_content"] = thought
     elif kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         _assistant(messages).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
-        output = item.get("output")
-        body = output if isinstance(output, str) else [_part(p, where) for p in output or []]
+        body = item.get("output")
+        if isinstance(body, list):
+            body = [_part(part, where) for part in body]
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": body})
     else:
         raise bad("type must be message, reasoning, function_call or function_call_output", where)
