@@ -15,7 +15,7 @@ import uvicorn
 from openk3.api.auth import ApiKeys
 from openk3.api.openai.app import create_app
 from openk3.api.openai.state import ServeOptions, Serving
-from openk3.api.serving import listen
+from openk3.api.serving import KEEP_ALIVE_S, listen
 from openk3.engine.service import AsyncEngine
 from scripted_engine import ScriptedEngine, ids_of, tokenizer
 
@@ -86,7 +86,11 @@ def serving(
     if send_buffer:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # connections inherit it
     config = uvicorn.Config(
-        create_app(state), log_level="warning", lifespan="on", timeout_graceful_shutdown=2
+        create_app(state),
+        log_level="warning",
+        lifespan="on",
+        timeout_graceful_shutdown=2,
+        timeout_keep_alive=KEEP_ALIVE_S,
     )
     server = uvicorn.Server(config)
     started = threading.Event()

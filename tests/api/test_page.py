@@ -82,7 +82,7 @@ def test_a_conversation_in_the_page(browser, tmp_path):
 
 def test_stop_ends_the_work_and_errors_are_shown(browser):
     long = ids_of("hm⟨C⟩think⟨S⟩⟨O⟩response⟨S⟩" + "x" * 5000)
-    with serving(long, step_s=0.002, max_queued=1) as server:
+    with serving(long, step_s=0.02, max_queued=1) as server:
         page = browser.new_page()
         page.goto(server.url)
         page.fill("#text", "hi")

@@ -10,6 +10,7 @@ from openk3.api.auth import ApiKeys, require_safe_binding
 from openk3.errors import ConfigError
 
 GRACE_S = 5  # what requests in flight get after a first interrupt
+KEEP_ALIVE_S = 75  # longer than clients keep idle connections, or they send into a closing one
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -49,7 +50,11 @@ def serve(
     shown = f"[{host}]" if ":" in host else host
     on_ready(f"http://{shown}:{sock.getsockname()[1]}")
     config = uvicorn.Config(
-        app, log_level="warning", timeout_graceful_shutdown=math.ceil(grace_s), lifespan="on"
+        app,
+        log_level="warning",
+        timeout_graceful_shutdown=math.ceil(grace_s),
+        timeout_keep_alive=KEEP_ALIVE_S,
+        lifespan="on",
     )
 
     class Server(uvicorn.Server):
