@@ -1,10 +1,10 @@
 """Building blocks of Triton kernels that work on whole rows of D channels held in registers.
 
-A row is loaded as a tuple of [n, C] pieces whose n are the binary digits of its length over C, so
-that no lane works on padding: 7168 bfloat16 are 3584 words = (4 + 2 + 1) x 512. PACKED rows are
-bfloat16 pairs in 32-bit words; they stay words until `parts` opens them into float32 (the even
-channels of each piece, then the odd ones), because registers are what these kernels run out of.
-Unpacked rows open into one part a piece. VEC is the number of neighbours one thread takes.
+A row is loaded as a tuple of N vectors [C] with N C its length, so that no lane works on padding:
+7168 bfloat16 are 3584 words = 7 x 512. PACKED rows are bfloat16 pairs in 32-bit words; they stay
+words until `parts` opens them into float32 (the even channels of a vector, then the odd ones),
+because registers are what these kernels run out of. Unpacked rows open into one part a vector. VEC
+is the number of neighbours one thread takes.
 """
 
 import torch
@@ -12,13 +12,12 @@ import triton
 import triton.language as tl
 
 
-def row_layout(dim: int, dtype: torch.dtype) -> tuple[bool, tuple[int, ...], int]:
-    """(PACKED, binary digits of the row's length over C, C) for rows of `dim` channels."""
+def row_layout(dim: int, dtype: torch.dtype) -> tuple[bool, int, int]:
+    """(PACKED, N, C) for rows of `dim` channels."""
     packed = dtype == torch.bfloat16
     length = dim // 2 if packed else dim
     c = min(512 if packed else 1024, length & -length)
-    n = length // c
-    return packed, tuple(1 << b for b in reversed(range(n.bit_length())) if n >> b & 1), c
+    return packed, length // c, c
 
 
 @triton.jit
@@ -58,32 +57,28 @@ def row_sums(vectors):
 
 
 @triton.jit
-def _offsets(start, N: tl.constexpr, C: tl.constexpr, VEC: tl.constexpr):
-    cols = tl.max_contiguous(tl.arange(0, C), VEC)
-    return start + tl.arange(0, N)[:, None] * C + cols[None, :]
+def _offsets(i, C: tl.constexpr, VEC: tl.constexpr):
+    return i * C + tl.max_contiguous(tl.arange(0, C), VEC)
 
 
 @triton.jit
 def load_row(
-    ptr, row, LENGTH: tl.constexpr, PACKED: tl.constexpr, PIECES: tl.constexpr, C: tl.constexpr,
-    VEC: tl.constexpr, EVICT: tl.constexpr,
+    ptr, row, PACKED: tl.constexpr, N: tl.constexpr, C: tl.constexpr, VEC: tl.constexpr,
+    EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Row `row`, of LENGTH elements or words, of a contiguous matrix as its raw pieces."""
+    """Row `row` of a contiguous matrix as its raw vectors."""
     if PACKED:
         ptr = ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    base = ptr + row * LENGTH
-    pieces = ()
-    start = 0
-    for i in tl.static_range(len(PIECES)):
-        offs = _offsets(start, PIECES[i], C, VEC)
-        pieces = pieces + (tl.load(base + offs, eviction_policy=EVICT),)
-        start += PIECES[i] * C
-    return pieces
+    base = ptr + row * (N * C)
+    out = ()
+    for i in tl.static_range(N):
+        out = out + (tl.load(base + _offsets(i, C, VEC), eviction_policy=EVICT),)
+    return out
 
 
 @triton.jit
 def load_vector(
-    ptr, PACKED: tl.constexpr, PIECES: tl.constexpr, C: tl.constexpr, VEC: tl.constexpr
+    ptr, PACKED: tl.constexpr, N: tl.constexpr, C: tl.constexpr, VEC: tl.constexpr
 ):  # fmt: skip
     """A float32 or bfloat16 vector as float32 parts that match an opened row's.
 
@@ -93,10 +88,8 @@ def load_vector(
     if PACKED:
         ptr = ptr.to(tl.pointer_type(tl.int64 if wide else tl.int32), bitcast=True)
     out = ()
-    start = 0
-    for i in tl.static_range(len(PIECES)):
-        offs = _offsets(start, PIECES[i], C, VEC)
-        x = tl.load(ptr + offs, eviction_policy="evict_last")
+    for i in tl.static_range(N):
+        x = tl.load(ptr + _offsets(i, C, VEC), eviction_policy="evict_last")
         if PACKED:
             if wide:
                 even = x.to(tl.int32).to(tl.float32, bitcast=True)
@@ -107,28 +100,12 @@ def load_vector(
             out = out + (even, odd)
         else:
             out = out + (x.to(tl.float32),)
-        start += PIECES[i] * C
-    return out
-
-
-@triton.jit
-def hide(row, zero, PACKED: tl.constexpr):
-    """The same words behind an OR with a zero the compiler cannot see.
-
-    Without it the float32 parts of a row's first use stay alive until its second.
-    """
-    out = ()
-    for i in tl.static_range(len(row)):
-        if PACKED:
-            out = out + (row[i] | zero,)
-        else:
-            out = out + (row[i],)
     return out
 
 
 @triton.jit
 def parts(row, PACKED: tl.constexpr):
-    """Open raw pieces into float32 parts."""
+    """Open raw vectors into float32 parts."""
     out = ()
     for i in tl.static_range(len(row)):
         if PACKED:
@@ -159,7 +136,7 @@ def _pair(even, odd, ASM: tl.constexpr):
 
 @triton.jit
 def close(row, dtype: tl.constexpr, PACKED: tl.constexpr, ASM: tl.constexpr):
-    """Float32 parts rounded to raw pieces of the row's dtype."""
+    """Float32 parts rounded to raw vectors of the row's dtype."""
     out = ()
     if PACKED:
         for i in tl.static_range(len(row) // 2):
@@ -172,44 +149,38 @@ def close(row, dtype: tl.constexpr, PACKED: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def store_row(
-    ptr, row, pieces, LENGTH: tl.constexpr, PACKED: tl.constexpr, PIECES: tl.constexpr,
-    C: tl.constexpr, VEC: tl.constexpr,
+    ptr, row, vectors, PACKED: tl.constexpr, N: tl.constexpr, C: tl.constexpr, VEC: tl.constexpr
 ):  # fmt: skip
-    """Store raw pieces."""
+    """Store raw vectors."""
     if PACKED:
         ptr = ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    base = ptr + row * LENGTH
-    start = 0
-    for i in tl.static_range(len(PIECES)):
-        tl.store(base + _offsets(start, PIECES[i], C, VEC), pieces[i])
-        start += PIECES[i] * C
+    base = ptr + row * (N * C)
+    for i in tl.static_range(N):
+        tl.store(base + _offsets(i, C, VEC), vectors[i])
 
 
 @triton.jit
 def store_vector(
-    ptr, vector, PACKED: tl.constexpr, PIECES: tl.constexpr, C: tl.constexpr, VEC: tl.constexpr
+    ptr, vector, PACKED: tl.constexpr, N: tl.constexpr, C: tl.constexpr, VEC: tl.constexpr
 ):  # fmt: skip
     """Store float32 parts as a plain float32 vector."""
     if PACKED:
         ptr = ptr.to(tl.pointer_type(tl.int64), bitcast=True)
-    start = 0
-    for i in tl.static_range(len(PIECES)):
-        offs = _offsets(start, PIECES[i], C, VEC)
+    for i in tl.static_range(N):
         if PACKED:
             even = vector[2 * i].to(tl.uint32, bitcast=True).to(tl.int64)
             odd = vector[2 * i + 1].to(tl.uint32, bitcast=True).to(tl.int64)
-            tl.store(ptr + offs, (odd << 32) | even)
+            tl.store(ptr + _offsets(i, C, VEC), (odd << 32) | even)
         else:
-            tl.store(ptr + offs, vector[i])
-        start += PIECES[i] * C
+            tl.store(ptr + _offsets(i, C, VEC), vector[i])
 
 
 @triton.jit
 def dot_part(a, b):
     """[C] partial sums of <a, b> over float32 parts, thread-local."""
-    part = tl.sum(a[0] * b[0], 0)
+    part = a[0] * b[0]
     for i in tl.static_range(1, len(a)):
-        part += tl.sum(a[i] * b[i], 0)
+        part += a[i] * b[i]
     return part
 
 

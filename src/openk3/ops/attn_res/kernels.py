@@ -15,7 +15,6 @@ from openk3.ops.row_kernels import (
     axpy,
     close,
     dot_part,
-    hide,
     load_row,
     load_vector,
     parts,
@@ -30,27 +29,27 @@ from openk3.ops.row_kernels import (
 
 @triton.jit
 def _load_key(
-    query, norm_weight, PACKED: tl.constexpr, PIECES: tl.constexpr, C: tl.constexpr,
+    query, norm_weight, PACKED: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
     VEC: tl.constexpr,
 ):  # fmt: skip
     """The only way query and key-norm weight enter: their product, float32."""
-    q = load_vector(query, PACKED, PIECES, C, VEC)
-    return times(q, load_vector(norm_weight, PACKED, PIECES, C, VEC))
+    q = load_vector(query, PACKED, N, C, VEC)
+    return times(q, load_vector(norm_weight, PACKED, N, C, VEC))
 
 
 @triton.jit
 def _fill(
     queue, sources, first, upto: tl.constexpr, t, t_next,
-    LENGTH: tl.constexpr, PACKED: tl.constexpr, PIECES: tl.constexpr, C: tl.constexpr,
-    VEC: tl.constexpr, EVICT: tl.constexpr = "evict_first",
+    PACKED: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
+    VEC: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
     """Load until the queue holds sources first..upto-1; those past S are the next token's."""
     S: tl.constexpr = len(sources)
     for s in tl.static_range(first + len(queue), upto):
         if s < S:
-            row = load_row(sources[s], t, LENGTH, PACKED, PIECES, C, VEC, EVICT)
+            row = load_row(sources[s], t, PACKED, N, C, VEC, EVICT)
         else:
-            row = load_row(sources[s - S], t_next, LENGTH, PACKED, PIECES, C, VEC, EVICT)
+            row = load_row(sources[s - S], t_next, PACKED, N, C, VEC, EVICT)
         queue = queue + (row,)
     return queue
 
@@ -73,20 +72,20 @@ def _scores(rows, key, eps, D: tl.constexpr, PACKED: tl.constexpr):
 @triton.jit
 def _norm(
     row, weight, eps, D: tl.constexpr, dtype: tl.constexpr, PACKED: tl.constexpr,
-    PIECES: tl.constexpr, C: tl.constexpr, VEC: tl.constexpr, ASM: tl.constexpr,
+    N: tl.constexpr, C: tl.constexpr, VEC: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Raw RMSNorm of a raw row, with the model's order of casts: normalise, round, multiply."""
     x = parts(row, PACKED)
     rstd = tl.rsqrt(row_sums((dot_part(x, x),))[0] / D + eps)
     unit = parts(close(scaled(x, rstd), dtype, PACKED, ASM), PACKED)
-    w = load_vector(weight, PACKED, PIECES, C, VEC)
+    w = load_vector(weight, PACKED, N, C, VEC)
     return close(times(unit, w), dtype, PACKED, ASM)
 
 
-@triton.jit(do_not_specialize=["zero"])
+@triton.jit
 def mix_forward(
-    sources, query, norm_weight, out, normed, out_weight, stats, T, zero, eps, out_eps,
-    D: tl.constexpr, PACKED: tl.constexpr, PIECES: tl.constexpr, C: tl.constexpr,
+    sources, query, norm_weight, out, normed, out_weight, stats, T, eps, out_eps,
+    D: tl.constexpr, PACKED: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
     VEC: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr,
     STORE_OUT: tl.constexpr, STORE_STATS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
@@ -96,10 +95,9 @@ def mix_forward(
     """
     S: tl.constexpr = len(sources)
     dtype: tl.constexpr = sources[0].dtype.element_ty
-    LENGTH: tl.constexpr = D // 2 if PACKED else D
-    key = _load_key(query, norm_weight, PACKED, PIECES, C, VEC)
+    key = _load_key(query, norm_weight, PACKED, N, C, VEC)
     start = tl.program_id(0).to(tl.int64)
-    queue = _fill((), sources, 0, AHEAD, start, start, LENGTH, PACKED, PIECES, C, VEC)
+    queue = _fill((), sources, 0, AHEAD, start, start, PACKED, N, C, VEC, "evict_first")
     for t in tl.range(start, T, tl.num_programs(0)):
         t_next = tl.minimum(t + tl.num_programs(0), T - 1)
         peak = -float("inf")
@@ -108,7 +106,7 @@ def mix_forward(
         for first in tl.static_range(0, S, GROUP):
             queue = _fill(
                 queue, sources, first, min(first + GROUP, S) + AHEAD, t, t_next,
-                LENGTH, PACKED, PIECES, C, VEC,
+                PACKED, N, C, VEC, "evict_first",
             )  # fmt: skip
             rows = queue[: min(GROUP, S - first)]
             queue = queue[min(GROUP, S - first) :]
@@ -124,7 +122,7 @@ def mix_forward(
             for i in tl.static_range(len(rows)):
                 p = tl.exp(scores[2 * i] - top)
                 total += p
-                acc = axpy(acc, parts(hide(rows[i], zero, PACKED), PACKED), p)
+                acc = axpy(acc, parts(rows[i], PACKED), p)
                 if STORE_STATS:
                     tl.store(stats + t * (2 * S + 1) + first + i, scores[2 * i])
                     tl.store(stats + t * (2 * S + 1) + S + first + i, scores[2 * i + 1])
@@ -132,26 +130,25 @@ def mix_forward(
         if STORE_STATS:
             tl.store(stats + t * (2 * S + 1) + 2 * S, peak + tl.log(total))
         if STORE_OUT:
-            store_row(out, t, mixed, LENGTH, PACKED, PIECES, C, VEC)
+            store_row(out, t, mixed, PACKED, N, C, VEC)
         if NORM:
-            y = _norm(mixed, out_weight, out_eps, D, dtype, PACKED, PIECES, C, VEC, ASM)
-            store_row(normed, t, y, LENGTH, PACKED, PIECES, C, VEC)
+            y = _norm(mixed, out_weight, out_eps, D, dtype, PACKED, N, C, VEC, ASM)
+            store_row(normed, t, y, PACKED, N, C, VEC)
 
 
 @triton.jit
-def _dots(rows, g, zero, PACKED: tl.constexpr):
-    """<row, g> of at most three rows, one barrier."""
+def _dots(rows, g, PACKED: tl.constexpr):
+    """<row, g> of at most three rows, one barrier; g opened."""
     vectors = ()
     for i in tl.static_range(len(rows)):
-        opened = parts(hide(g, zero, PACKED), PACKED)
-        vectors = vectors + (dot_part(parts(rows[i], PACKED), opened),)
+        vectors = vectors + (dot_part(parts(rows[i], PACKED), g),)
     return row_sums(vectors)
 
 
-@triton.jit(do_not_specialize=["zero"])
+@triton.jit
 def mix_backward(
-    sources, grads, query, norm_weight, d_out, stats, d_key, T, zero,
-    D: tl.constexpr, PACKED: tl.constexpr, PIECES: tl.constexpr, C: tl.constexpr,
+    sources, grads, query, norm_weight, d_out, stats, d_key, T,
+    D: tl.constexpr, PACKED: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
     VEC: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr, RESIDENT: tl.constexpr,
     ASM: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
@@ -163,28 +160,27 @@ def mix_backward(
     """
     S: tl.constexpr = len(sources)
     dtype: tl.constexpr = sources[0].dtype.element_ty
-    LENGTH: tl.constexpr = D // 2 if PACKED else D
-    key = _load_key(query, norm_weight, PACKED, PIECES, C, VEC)
+    key = _load_key(query, norm_weight, PACKED, N, C, VEC)
     grad_key = zeros_like(key)
     start = tl.program_id(0).to(tl.int64)
-    queue = _fill((), sources, 0, AHEAD, start, start, LENGTH, PACKED, PIECES, C, VEC, EVICT)
-    g_next = load_row(d_out, start, LENGTH, PACKED, PIECES, C, VEC, "evict_first")
+    queue = _fill((), sources, 0, AHEAD, start, start, PACKED, N, C, VEC, EVICT)
+    g_next = load_row(d_out, start, PACKED, N, C, VEC, "evict_first")
     for t in tl.range(start, T, tl.num_programs(0)):
         t_next = tl.minimum(t + tl.num_programs(0), T - 1)
         row_stats = stats + t * (2 * S + 1)
         lse = tl.load(row_stats + 2 * S)
-        g = g_next
+        g = parts(g_next, PACKED)
         kept = ()
         dots = ()
         for first in tl.static_range(0, S, GROUP):
             queue = _fill(
                 queue, sources, first, min(first + GROUP, S) + AHEAD, t, t_next,
-                LENGTH, PACKED, PIECES, C, VEC, EVICT,
+                PACKED, N, C, VEC, EVICT,
             )  # fmt: skip
             kept = kept + queue[: max(0, min(RESIDENT - first, GROUP, S - first))]
-            dots = dots + _dots(queue[: min(GROUP, S - first)], g, zero, PACKED)
+            dots = dots + _dots(queue[: min(GROUP, S - first)], g, PACKED)
             queue = queue[min(GROUP, S - first) :]
-        g_next = load_row(d_out, t_next, LENGTH, PACKED, PIECES, C, VEC, "evict_first")
+        g_next = load_row(d_out, t_next, PACKED, N, C, VEC, "evict_first")
         mean = 0.0
         for s in tl.static_range(S):
             mean += tl.exp(tl.load(row_stats + s) - lse) * dots[s]
@@ -194,16 +190,16 @@ def mix_backward(
             p = tl.exp(score - lse)
             d_score = p * (dots[s] - mean) * rstd
             if s < RESIDENT:
-                x = parts(hide(kept[s], zero, PACKED), PACKED)
+                x = parts(kept[s], PACKED)
             else:
-                row = load_row(sources[s], t, LENGTH, PACKED, PIECES, C, VEC, "evict_first")
+                row = load_row(sources[s], t, PACKED, N, C, VEC, "evict_first")
                 x = parts(row, PACKED)
             grad_key = axpy(grad_key, x, d_score)
-            grad = axpy(scaled(parts(hide(g, zero, PACKED), PACKED), p), key, d_score)
+            grad = axpy(scaled(g, p), key, d_score)
             grad = axpy(grad, x, -d_score * rstd * score / D)
             raw = close(grad, dtype, PACKED, ASM)
-            store_row(grads[s], t, raw, LENGTH, PACKED, PIECES, C, VEC)
-    store_vector(d_key + start * D, grad_key, PACKED, PIECES, C, VEC)
+            store_row(grads[s], t, raw, PACKED, N, C, VEC)
+    store_vector(d_key + start * D, grad_key, PACKED, N, C, VEC)
 
 
 @triton.jit

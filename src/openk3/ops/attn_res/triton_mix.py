@@ -34,15 +34,17 @@ class Launch(NamedTuple):
 @cache
 def forward_launch(num_sources: int, dim: int, dtype: torch.dtype) -> Launch:
     if dtype == torch.bfloat16 and row_layout(dim, dtype)[2] == 512:
-        return Launch(8, 1, min(3, num_sources), min(3, num_sources))
+        per_sm = 2 if num_sources <= 3 else 1
+        return Launch(8, per_sm, min(3, num_sources), min(3, num_sources))
     return Launch(_few_warps(dim, dtype), 4, min(2, num_sources), 0)
 
 
 @cache
 def backward_launch(num_sources: int, dim: int, dtype: torch.dtype) -> Launch:
     if dtype == torch.bfloat16 and row_layout(dim, dtype)[2] == 512:
-        few = num_sources <= 3
-        return Launch(8, 1, min(3, num_sources), min(3, num_sources), num_sources if few else 0)
+        if num_sources <= 3:
+            return Launch(8, 1, num_sources, num_sources, num_sources)
+        return Launch(8, 1, 3, 2)
     return Launch(_few_warps(dim, dtype), 4, min(2, num_sources), 0)
 
 
@@ -51,9 +53,9 @@ def _few_warps(dim: int, dtype: torch.dtype) -> int:
 
 
 def _meta(x: Tensor, config: Launch) -> dict[str, object]:
-    packed, pieces, c = row_layout(x.shape[1], x.dtype)
+    packed, n, c = row_layout(x.shape[1], x.dtype)
     return {
-        "D": x.shape[1], "PACKED": packed, "PIECES": pieces, "C": c,
+        "D": x.shape[1], "PACKED": packed, "N": n, "C": c,
         "VEC": max(1, c // (32 * config.num_warps)), "GROUP": config.group, "AHEAD": config.ahead,
         "ASM": x.is_cuda, "num_warps": config.num_warps,
     }  # fmt: skip
@@ -95,7 +97,7 @@ def launch_forward(
         launch(
             kernels.mix_forward, _grid(tokens, config, first.device),
             tuple(sources), query, norm_weight, out, normed, out_weight, stats,
-            tokens, 0, eps, out_eps,
+            tokens, eps, out_eps,
             key=_key("forward", sources, query, norm_weight, out_weight, config, keep, keep_out),
             STORE_OUT=keep_out, STORE_STATS=keep, NORM=out_norm is not None, **_meta(first, config),
         )  # fmt: skip
@@ -122,7 +124,7 @@ def launch_backward(
     d_key = first.new_empty(grid[0], dim, dtype=torch.float32)
     launch(
         kernels.mix_backward, grid,
-        tuple(sources), grads, query, norm_weight, d_out, stats, d_key, tokens, 0,
+        tuple(sources), grads, query, norm_weight, d_out, stats, d_key, tokens,
         key=_key("backward", sources, query, norm_weight, None, config),
         RESIDENT=config.resident, EVICT="evict_last", **_meta(first, config),
     )  # fmt: skip

@@ -26,43 +26,41 @@ from openk3.ops.row_kernels import (
 @triton.jit
 def norm_forward(
     x_ptr, weight, out, T, eps,
-    D: tl.constexpr, PACKED: tl.constexpr, PIECES: tl.constexpr, C: tl.constexpr,
+    D: tl.constexpr, PACKED: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
     VEC: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    LENGTH: tl.constexpr = D // 2 if PACKED else D
     start = tl.program_id(0).to(tl.int64)
-    w = load_vector(weight, PACKED, PIECES, C, VEC)
+    w = load_vector(weight, PACKED, N, C, VEC)
     for t in tl.range(start, T, tl.num_programs(0)):
-        x = parts(load_row(x_ptr, t, LENGTH, PACKED, PIECES, C, VEC, "evict_first"), PACKED)
+        x = parts(load_row(x_ptr, t, PACKED, N, C, VEC, "evict_first"), PACKED)
         rstd = tl.rsqrt(row_sums((dot_part(x, x),))[0] / D + eps)
         unit = parts(close(scaled(x, rstd), dtype, PACKED, ASM), PACKED)
         y = close(times(unit, w), dtype, PACKED, ASM)
-        store_row(out, t, y, LENGTH, PACKED, PIECES, C, VEC)
+        store_row(out, t, y, PACKED, N, C, VEC)
 
 
 @triton.jit
 def norm_backward(
     d_out, x_ptr, weight, d_x, d_weight, T, eps,
-    D: tl.constexpr, PACKED: tl.constexpr, PIECES: tl.constexpr, C: tl.constexpr,
+    D: tl.constexpr, PACKED: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
     VEC: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """d_weight [programs, D] float32: partial sums of d_out * x / rms."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    LENGTH: tl.constexpr = D // 2 if PACKED else D
     start = tl.program_id(0).to(tl.int64)
-    w = load_vector(weight, PACKED, PIECES, C, VEC)
+    w = load_vector(weight, PACKED, N, C, VEC)
     grad_weight = zeros_like(w)
     for t in tl.range(start, T, tl.num_programs(0)):
-        x = parts(load_row(x_ptr, t, LENGTH, PACKED, PIECES, C, VEC, "evict_first"), PACKED)
-        g = parts(load_row(d_out, t, LENGTH, PACKED, PIECES, C, VEC, "evict_first"), PACKED)
+        x = parts(load_row(x_ptr, t, PACKED, N, C, VEC, "evict_first"), PACKED)
+        g = parts(load_row(d_out, t, PACKED, N, C, VEC, "evict_first"), PACKED)
         wg = times(w, g)
         sums = row_sums((dot_part(x, x), dot_part(x, wg)))
         rstd = tl.rsqrt(sums[0] / D + eps)
         grad = axpy(scaled(wg, rstd), x, -sums[1] / D * rstd * rstd * rstd)
-        store_row(d_x, t, close(grad, dtype, PACKED, ASM), LENGTH, PACKED, PIECES, C, VEC)
+        store_row(d_x, t, close(grad, dtype, PACKED, ASM), PACKED, N, C, VEC)
         grad_weight = axpy(grad_weight, times(x, g), rstd)
-    store_vector(d_weight + start * D, grad_weight, PACKED, PIECES, C, VEC)
+    store_vector(d_weight + start * D, grad_weight, PACKED, N, C, VEC)
 
 
 @triton.jit

@@ -10,10 +10,10 @@ from openk3.ops.triton_support import launch, num_sms
 
 def _launch(x: Tensor, per_sm: int) -> tuple[tuple[int], dict[str, object]]:
     tokens, dim = x.shape
-    packed, pieces, c = row_layout(dim, x.dtype)
+    packed, n, c = row_layout(dim, x.dtype)
     warps = max(1, min(8, c // 64))
     meta = {
-        "D": dim, "PACKED": packed, "PIECES": pieces, "C": c, "VEC": max(1, c // (32 * warps)),
+        "D": dim, "PACKED": packed, "N": n, "C": c, "VEC": max(1, c // (32 * warps)),
         "ASM": x.is_cuda, "num_warps": warps,
     }  # fmt: skip
     return (max(1, min(tokens, per_sm * num_sms(x.device))),), meta
