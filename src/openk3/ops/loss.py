@@ -11,6 +11,7 @@ from torch import Tensor
 
 from openk3.errors import InputError
 from openk3.ops.precision import wide_dtype
+from openk3.ops.triton_support import launch, triton_runs
 
 IGNORE = -100
 
@@ -83,7 +84,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _chunk(logits: Tensor, targets: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(gradient of the loss by the logits, in the logits' own float32 buffer; summed loss)."""
+    """(gradient of the loss by the logits, in the logits' own buffer; summed loss)."""
+    if logits.is_cuda and logits.dtype != torch.float64 and triton_runs(logits.device)[0]:
+        return chunk_triton(logits, targets)
     logits = logits.to(wide)
     counted = targets != IGNORE
     index = targets.clamp(min=0)[:, None]
@@ -97,3 +100,17 @@ def _chunk(logits: Tensor, targets: Tensor, wide: torch.dtype) -> tuple[Tensor, 
     probs.scatter_add_(1, index, torch.full_like(picked, -1.0))
     probs *= counted[:, None]
     return probs, loss
+
+
+def chunk_triton(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """`_chunk` by one kernel, in the logits' own dtype."""
+    from openk3.ops import loss_kernels
+
+    num_rows, vocab = logits.shape
+    losses = logits.new_empty(num_rows, dtype=torch.float32)
+    block = min(4096, max(32, 1 << (vocab - 1).bit_length()))
+    launch(
+        loss_kernels.loss_rows, (num_rows,), logits, targets.contiguous(), losses, vocab,
+        IGNORE=IGNORE, BLOCK=block, num_warps=max(1, min(8, block // 256)),
+    )  # fmt: skip
+    return logits, losses.sum()

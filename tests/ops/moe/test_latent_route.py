@@ -83,3 +83,26 @@ def test_wrong_shapes_are_refused():
         latent_route.latent_route(x, router, down, bias, 20)
     with pytest.raises(InputError, match=r"int32 \[20, 1000\]"):
         latent_route.latent_route(x, router, down, bias, 4, counts=torch.zeros(20, 1000))
+
+
+def test_router_alone_and_its_histogram():
+    """The model's own entry points, through the kernels."""
+    kernels = pytest.importorskip("openk3.ops.moe.triton_router", exc_type=ImportError)
+    x, router, _, bias = draw(seed=5)
+    got = kernels.route_triton(x, router, bias, 4, 1.5)
+    wanted = route(x, router, bias, 4, 1.5)
+    assert torch.equal(got.ids, wanted.ids)
+    for a, b in ((got.weights, wanted.weights), (got.scores, wanted.scores)):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+    d_weights = torch.randn(13, 4, generator=torch.Generator().manual_seed(6))
+    one = gradients(
+        lambda x, w: kernels.route_triton(x, w, bias, 4, 1.5).weights, (x, router), d_weights
+    )
+    two = gradients(
+        lambda x, w: route(x, w, bias, 4, 1.5).weights, (x.double(), router.double()), d_weights
+    )
+    assert max(relative_error(a, b) for a, b in zip(one, two, strict=True)) < 2e-6
+    valid = torch.arange(13) % 4 != 1
+    for mask in (None, valid):
+        counts = kernels.count_margins_triton(wanted.scores, wanted.cutoff, bias, mask)
+        assert torch.equal(counts, count_margins(wanted.scores, wanted.cutoff, bias, mask))

@@ -135,3 +135,21 @@ def test_tiles_cover_every_row_once_largest_expert_first():
         assert (owner[int(plan.starts[expert]) : int(plan.ends[expert])] == expert).all()
     assert plan.order.tolist() == [2, 3, 0, 1]
     assert tiles.big_expert[:num_big].tolist() == [2, 2, 3, 0]
+
+
+def test_measured_choices_and_refusals():
+    from openk3.errors import BackendError
+    from openk3.ops.moe.costs import COSTS, costs_of
+
+    h200 = costs_of("NVIDIA H200")
+    assert h200.choose(64).fused_situ
+    assert not h200.choose(1170).fused_situ
+    assert costs_of("another GPU").choose(64) == routed.Choice()
+    for costs in COSTS.values():
+        assert 0.5 < costs.small < 1, "else the planner's tiles are not the cheapest"
+    inputs, _ = case(torch.zeros(1, 1, dtype=torch.int64), 2)
+    x, weights, w13, w2 = inputs
+    with pytest.raises(BackendError, match="bfloat16"):
+        expert_mlp(
+            x, torch.zeros(1, 1).long(), weights, w13[:, :64], w13[:, 64:], w2, backend="triton"
+        )

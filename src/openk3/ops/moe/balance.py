@@ -11,6 +11,8 @@ Legend: T tokens, E experts.
 import torch
 from torch import Tensor
 
+from openk3.ops.triton_support import triton_runs
+
 NUM_BINS = 1000
 
 
@@ -29,8 +31,12 @@ def count_margins(
     """Histogram of r = cutoff - score per expert, int64 [E, 1000], over [min(bias)-1, max(bias)+1].
 
     scores [T, E], cutoff [T], bias [E] the bias the cutoffs were made with, valid [T] bool masks
-    padding. Counts of several parts of a step simply add.
+    padding. Counts of several parts of a step simply add. On a GPU nothing waits for the device.
     """
+    if scores.is_cuda and triton_runs(scores.device)[0]:
+        from openk3.ops.moe.triton_router import count_margins_triton
+
+        return count_margins_triton(scores, cutoff, bias, valid)
     if valid is not None:
         scores, cutoff = scores[valid], cutoff[valid]
     low, width = bin_range(bias)

@@ -4,12 +4,15 @@ Legend: T tokens, k experts a token, R = T k rows, E experts, L latent width, F 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from openk3.ops.backends import Backend, BackendTable, always
 from openk3.ops.moe.situ import situ_glu
+from openk3.ops.triton_support import triton_runs
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,39 @@ def grouped_mlp(
     return grouped_linear(situ_glu(gate, up, beta1, beta2), w2, offsets)
 
 
+def _reference() -> Any:
+    return expert_mlp_reference
+
+
+def _triton() -> Any:
+    from openk3.ops.moe.routed import routed_experts
+
+    return routed_experts
+
+
+def _triton_usable(
+    *, device: torch.device, dtype: torch.dtype, num_experts: int, widths: tuple[int, int], **_: Any
+) -> tuple[bool, str]:
+    if dtype != torch.bfloat16 or num_experts > 1024 or any(w % 8 for w in widths):
+        return False, (
+            f"the kernels take bfloat16, up to 1024 experts and widths 8 n, not {dtype}, "
+            f"{num_experts}, {widths}"
+        )
+    usable, reason = triton_runs(device)
+    if usable and torch.cuda.get_device_capability(device) < (9, 0):
+        return False, f"grouped_mm and tensor descriptors need compute capability 9.0; {reason}"
+    return usable, reason
+
+
+BACKENDS = BackendTable(
+    "experts",
+    [
+        Backend("triton", "a Hopper or newer GPU and the triton package", _triton_usable, _triton),
+        Backend("reference", "nothing", always, _reference),
+    ],
+)
+
+
 def expert_mlp(
     x: Tensor,
     ids: Tensor,
@@ -100,12 +136,31 @@ def expert_mlp(
     w2: Tensor,
     beta1: float = 4.0,
     beta2: float | None = 25.0,
+    *,
+    backend: str | None = None,
 ) -> Tensor:
     """sum_j weights[t, j] * w2(SiTU(w1 x_t, w3 x_t)) over each token's experts (eq. 11).
 
     x [T, L]; ids, weights [T, k]; w1, w3 [E, F, L], w2 [E, L, F]. Accumulated in float32, returned
-    [T, L] in x's dtype.
+    [T, L] in x's dtype. Raises BackendError.
     """
+    num_experts, inner, latent = w1.shape
+    facts = {"dtype": x.dtype, "num_experts": num_experts, "widths": (latent, inner)}
+    chosen = BACKENDS.resolve(backend, device=x.device, **facts)
+    return chosen.load()(x, ids, weights, w1, w3, w2, beta1, beta2)
+
+
+def expert_mlp_reference(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w1: Tensor,
+    w3: Tensor,
+    w2: Tensor,
+    beta1: float = 4.0,
+    beta2: float | None = 25.0,
+) -> Tensor:
+    """Plain torch."""
     perm = sort_by_expert(ids, w1.shape[0])
     rows = permute(x, perm, ids.shape[1])
     return combine(grouped_mlp(rows, perm.offsets, w1, w3, w2, beta1, beta2), perm, weights)

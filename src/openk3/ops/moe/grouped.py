@@ -34,7 +34,8 @@ ROWS_TILE = Tile(256, 64, 8, 3, group=8)
 GRAD_TILE = Tile(256, 64, 8, 4, group=8)
 
 
-def _descriptor(x: Tensor, block: tuple[int, int]) -> Any:
+def descriptor(x: Tensor, block: tuple[int, int]) -> Any:
+    """x [M, N] for the tensor memory accelerator, in blocks."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
@@ -72,10 +73,10 @@ def situ_product(
     act = x.new_empty(x.shape[0], inner)
     gate_up = x.new_empty(x.shape[0], 2 * inner) if save else None
     for rows, warps, table in _classes(plan, tile):
-        weights = [_descriptor(_matrix(w), (tile.bn, tile.bk)) for w in (w1, w3)]
+        weights = [descriptor(_matrix(w), (tile.bn, tile.bk)) for w in (w1, w3)]
         launch(
             kernels.grouped_situ, (num_sms(x.device),),
-            _descriptor(x, (rows, tile.bk)), *weights, act, gate_up, *table, beta1, beta2 or 0.0,
+            descriptor(x, (rows, tile.bk)), *weights, act, gate_up, *table, beta1, beta2 or 0.0,
             PITCH=w1.stride(0) // latent, K=latent, N=inner, BM=rows, BN=tile.bn, BK=tile.bk,
             GROUP=tile.group, SAVE=save,
             CAP=beta2 is not None, FLAT=tile.flat and x.is_cuda, ASM=x.is_cuda,
@@ -100,7 +101,7 @@ def rows_product(
     for rows, warps, table in _classes(plan, tile):
         launch(
             kernels.grouped_rows, (num_sms(x.device),),
-            _descriptor(x, (rows, tile.bk)), _descriptor(flat, block), out, *table,
+            descriptor(x, (rows, tile.bk)), descriptor(flat, block), out, *table,
             K=x.shape[1], N=out_width, BM=rows, BN=tile.bn, BK=tile.bk, GROUP=tile.group,
             TRANSPOSED=transposed, FLAT=tile.flat and x.is_cuda,
             num_warps=warps, num_stages=tile.num_stages,
@@ -120,7 +121,7 @@ def weight_grad(
     out = a.new_empty(num_experts, a.shape[1], b.shape[1]) if out is None else out
     launch(
         kernels.grouped_weight_grad, (num_sms(a.device),),
-        _descriptor(a, (tile.bk, tile.bm)), _descriptor(b, (tile.bk, tile.bn)), out,
+        descriptor(a, (tile.bk, tile.bm)), descriptor(b, (tile.bk, tile.bn)), out,
         plan.order, plan.starts, plan.ends,
         M=a.shape[1], N=b.shape[1], E=num_experts, BM=tile.bm, BN=tile.bn, BK=tile.bk,
         GROUP=tile.group, ZERO=zero, num_warps=tile.num_warps, num_stages=tile.num_stages,

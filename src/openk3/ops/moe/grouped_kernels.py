@@ -56,7 +56,8 @@ def grouped_situ(
             offs = rows[:, None] * (2 * N) + cols[None, :]
             tl.store(gate_up + offs, gate.to(gate_up.dtype.element_ty), mask=keep)
             tl.store(gate_up + offs + N, up.to(gate_up.dtype.element_ty), mask=keep)
-        value = situ(gate, up, beta1, beta2, CAP, ASM).to(act.dtype.element_ty)
+        value = situ(gate, up, beta1, beta2, CAP, act.dtype.element_ty == tl.float32, ASM)
+        value = value.to(act.dtype.element_ty)
         tl.store(act + rows[:, None] * N + cols[None, :], value, mask=keep)
 
 

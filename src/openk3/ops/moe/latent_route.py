@@ -12,7 +12,8 @@ from torch import Tensor
 from openk3.errors import InputError
 from openk3.ops.moe import router_kernels as kernels
 from openk3.ops.moe.balance import NUM_BINS
-from openk3.ops.moe.grouped import Tile, _descriptor
+from openk3.ops.moe.grouped import Tile, descriptor
+from openk3.ops.moe.triton_router import choose, choose_gradient, router_logits
 from openk3.ops.triton_support import launch, num_sms
 
 PROJECT_TILE = Tile(256, 64, 8, 4, flat=False)  # a loop with a branch cannot be flattened
@@ -36,48 +37,18 @@ def project_both(
 ) -> tuple[Tensor, Tensor]:
     """(logits [T, E] float32, latent [T, L]): one kernel, or two library products."""
     if not fused:
-        return _logits(x, router), x @ down.T
+        return router_logits(x, router), x @ down.T
     tokens, width = x.shape
     logits = x.new_empty(tokens, router.shape[0], dtype=torch.float32)
     latent = x.new_empty(tokens, down.shape[0])
     launch(
-        kernels.project_both, (num_sms(x.device),), _descriptor(x, (tile.bm, tile.bk)),
-        _descriptor(router, (tile.bn, tile.bk)), _descriptor(down, (tile.bn, tile.bk)),
+        kernels.project_both, (num_sms(x.device),), descriptor(x, (tile.bm, tile.bk)),
+        descriptor(router, (tile.bn, tile.bk)), descriptor(down, (tile.bn, tile.bk)),
         logits, latent, tokens, D=width, E=router.shape[0], L=down.shape[0], BM=tile.bm,
         BN=tile.bn, BK=tile.bk, GROUP=tile.group, FLAT=tile.flat and x.is_cuda,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return logits, latent
-
-
-def _logits(x: Tensor, router: Tensor) -> Tensor:
-    if x.is_cuda and x.dtype == torch.bfloat16:
-        return torch.mm(x, router.T, out_dtype=torch.float32)
-    return x.float() @ router.float().T
-
-
-def choose(
-    logits: Tensor, bias: Tensor, top_k: int, scaling: float,
-    counts: Tensor | None = None, valid: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """logits [T, E] float32 -> (ids, weights, cutoff, chosen scores [T, k]).
-
-    counts [E, 1000] int32 grows by the margins of the tokens with valid [T] true (all if None).
-    """
-    tokens, num_experts = logits.shape
-    ids = logits.new_empty(tokens, top_k, dtype=torch.int64)
-    weights, chosen = logits.new_empty(tokens, top_k), logits.new_empty(tokens, top_k)
-    cutoff = logits.new_empty(tokens)
-    block = 4
-    if tokens:
-        launch(
-            kernels.choose_experts, (-(-tokens // block),), logits, bias, valid, ids, weights,
-            cutoff, chosen, counts, tokens, scaling,
-            E=num_experts, E_PAD=_power_of_two(num_experts), TOP_K=top_k,
-            K_PAD=_power_of_two(top_k), BT=block, BINS=NUM_BINS, COUNT=counts is not None,
-            MASKED=valid is not None, num_warps=4,
-        )  # fmt: skip
-    return ids, weights, cutoff, chosen
 
 
 class _LatentRoute(torch.autograd.Function):
@@ -97,13 +68,7 @@ class _LatentRoute(torch.autograd.Function):
     def backward(ctx, *grads: Tensor):
         x, router, down, ids, chosen = ctx.saved_tensors
         d_latent, _, d_weights, _ = grads
-        d_logits = x.new_empty(x.shape[0], router.shape[0])
-        if x.shape[0]:
-            launch(
-                kernels.choose_backward, (x.shape[0],), d_weights.contiguous(), ids, chosen,
-                d_logits, x.shape[0], ctx.scaling, E=router.shape[0],
-                E_PAD=_power_of_two(router.shape[0]), TOP_K=ids.shape[1], num_warps=1,
-            )  # fmt: skip
+        d_logits = choose_gradient(d_weights, ids, chosen, x, router.shape[0], ctx.scaling)
         dx = torch.addmm(d_latent @ down, d_logits, router)
         return dx, d_logits.T @ x, d_latent.T @ x, *[None] * 6
 
@@ -135,7 +100,3 @@ def latent_route(
         x.contiguous(), router, down, bias, top_k, scaling, counts, valid, fused
     )
     return LatentRouting(*out)
-
-
-def _power_of_two(n: int) -> int:
-    return max(2, 1 << (n - 1).bit_length())

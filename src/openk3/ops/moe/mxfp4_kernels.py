@@ -163,7 +163,7 @@ def mxfp4_gate_up(
             gate = _accumulate(gate, w1, s1, tiles, scale_rows, kb, xs, KB, M, ASM)
             up = _accumulate(up, w3, s3, tiles, scale_rows, kb, xs, KB, M, ASM)
         scale = tl.load(x_scale + token, mask=mask, other=0.0)[None, :]
-        out = situ(gate * scale, up * scale, beta1, beta2, CAP, ASM)
+        out = situ(gate * scale, up * scale, beta1, beta2, CAP, False, ASM)
         if FP8:
             out = _round_mxfp8(out)
         offs = pair[None, :].to(tl.int64) * N + row0 + tl.arange(0, M)[:, None]

@@ -8,13 +8,11 @@ recomputed activation, and w2's gradient from the activation scaled by that weig
 Legend: T tokens, k choices, E experts, L latent width, F inner width, R rows.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from openk3.ops.moe import grouped
-from openk3.ops.moe import situ_kernels as kernels
+from openk3.ops.moe.costs import Choice, costs_of
 from openk3.ops.moe.row_plan import (
     Plan,
     combine_rows,
@@ -23,22 +21,7 @@ from openk3.ops.moe.row_plan import (
     pick_pairs,
     unflatten_plan,
 )
-from openk3.ops.triton_support import launch, num_sms
-
-
-class Choice(NamedTuple):
-    """Which implementation makes which product."""
-
-    fused_situ: bool = False
-    """Gate and up as one Triton product with SiTU in its epilogue."""
-    triton_rows: bool = False
-    """The other products over rows by our kernel instead of grouped_mm."""
-    triton_grads: bool = False
-    """Weight gradients by our kernel."""
-
-    @property
-    def align(self) -> int:
-        return 64 if any(self) else 1
+from openk3.ops.moe.triton_situ import Betas, situ_backward, situ_forward
 
 
 def _rows(choice: Choice, x: Tensor, w: Tensor, plan: Plan, transposed: bool) -> Tensor:
@@ -49,55 +32,6 @@ def _rows(choice: Choice, x: Tensor, w: Tensor, plan: Plan, transposed: bool) ->
 def _grad(choice: Choice, a: Tensor, b: Tensor, plan: Plan) -> Tensor:
     products = grouped.TritonProducts if choice.triton_grads else grouped.TorchProducts
     return products.weight_grad(a, b, plan)
-
-
-class Betas(NamedTuple):
-    beta1: float
-    beta2: float | None
-
-
-def situ_forward(gate: Tensor, up: Tensor, betas: Betas, last_row: Tensor | None = None) -> Tensor:
-    """gate, up [R, F] (rows contiguous, perhaps halves of [R, 2 F]) -> [R, F]."""
-    act = gate.new_empty(gate.shape)
-    if gate.numel():
-        grid, meta = _situ_launch(gate, betas)
-        launch(
-            kernels.situ_rows, grid, gate, up, act, last_row, gate.shape[0], betas.beta1,
-            betas.beta2 or 0.0, LIMIT=last_row is not None, **meta,
-        )  # fmt: skip
-    return act
-
-
-def situ_backward(
-    gate: Tensor, up: Tensor, d_act: Tensor, d_gate: Tensor, d_up: Tensor, betas: Betas,
-    row_weight: Tensor | None = None, last_row: Tensor | None = None,
-) -> Tensor | None:  # fmt: skip
-    """Fill d_gate, d_up; with `row_weight` [R] scale all by it, overwrite d_act with the scaled
-    activation and return the rows' own gradient [R] float32."""
-    d_weight = None if row_weight is None else torch.empty_like(row_weight)
-    if gate.numel():
-        grid, meta = _situ_launch(gate, betas)
-        launch(
-            kernels.situ_rows_backward, grid, gate, up, d_act, row_weight, d_gate, d_up, d_act,
-            d_weight, last_row, gate.shape[0], betas.beta1, betas.beta2 or 0.0,
-            WEIGHTED=row_weight is not None, LIMIT=last_row is not None, **meta,
-        )  # fmt: skip
-    return d_weight
-
-
-def _situ_launch(gate: Tensor, betas: Betas) -> tuple[tuple[int], dict[str, object]]:
-    rows, width = gate.shape
-    block_rows = 1 if gate.is_cuda else 64
-    meta = {
-        "PITCH": gate.stride(0), "F": width,
-        "BR": block_rows, "BC": min(1024, _power_of_two(width)),
-        "CAP": betas.beta2 is not None, "ASM": gate.is_cuda, "num_warps": 4,
-    }  # fmt: skip
-    return (max(1, min(-(-rows // block_rows), 12 * num_sms(gate.device))),), meta
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 def _gate_up(
@@ -204,6 +138,23 @@ def routed_experts(
     Let w1 and w3 be w13[:, :F] and w13[:, F:] of one tensor [E, 2 F, L]: they are then one product.
     `recompute` drops gate and up too and makes them again in the backward pass.
     """
+    if choice is None:
+        choice = default_choice(x.device, ids.numel() / max(1, w1.shape[0]))
     return _RoutedExperts.apply(
-        x.contiguous(), weights, ids, w1, w3, w2, Betas(beta1, beta2), choice or Choice(), recompute
+        x.contiguous(),
+        weights.contiguous(),
+        ids,
+        w1,
+        w3,
+        w2,
+        Betas(beta1, beta2),
+        choice,
+        recompute,
     )
+
+
+def default_choice(device: torch.device, rows_per_expert: float) -> Choice:
+    """The measured choice for this GPU."""
+    if device.type != "cuda":
+        return Choice()
+    return costs_of(torch.cuda.get_device_name(device)).choose(rows_per_expert)

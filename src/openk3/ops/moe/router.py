@@ -4,12 +4,15 @@ Legend: T tokens, E experts, k experts a token visits.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from openk3.ops.backends import Backend, BackendTable, always
 from openk3.ops.precision import wide_dtype
+from openk3.ops.triton_support import triton_runs
 
 
 @dataclass(frozen=True)
@@ -26,13 +29,58 @@ class Routing:
     """[T] float32, the (k+1)-th largest biased score (eq. 14's alpha); no gradient."""
 
 
+def _reference() -> Any:
+    return route_reference
+
+
+def _triton() -> Any:
+    from openk3.ops.moe.triton_router import route_triton
+
+    return route_triton
+
+
+def _triton_usable(
+    *, device: torch.device, dtype: torch.dtype, num_experts: int, **_: Any
+) -> tuple[bool, str]:
+    if dtype != torch.bfloat16 or num_experts > 1024:
+        return (
+            False,
+            f"the kernel takes bfloat16 and up to 1024 experts, not {dtype}, {num_experts}",
+        )
+    return triton_runs(device)
+
+
+BACKENDS = BackendTable(
+    "router",
+    [
+        Backend("triton", "an NVIDIA GPU and the triton package", _triton_usable, _triton),
+        Backend("reference", "nothing", always, _reference),
+    ],
+)
+
+
 def route(
-    x: Tensor, weight: Tensor, bias: Tensor, top_k: int, scaling_factor: float = 1.0
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    top_k: int,
+    scaling_factor: float = 1.0,
+    *,
+    backend: str | None = None,
 ) -> Routing:
     """Choose experts by score + bias, weigh them by score alone, all in float32.
 
-    x [T, d], weight [E, d], bias [E] float32 (used for the choice only).
+    x [T, d], weight [E, d], bias [E] float32 (used for the choice only). Raises BackendError.
     """
+    dtype = x.dtype if x.dtype == weight.dtype else torch.promote_types(x.dtype, weight.dtype)
+    chosen = BACKENDS.resolve(backend, device=x.device, dtype=dtype, num_experts=weight.shape[0])
+    return chosen.load()(x, weight, bias, top_k, scaling_factor)
+
+
+def route_reference(
+    x: Tensor, weight: Tensor, bias: Tensor, top_k: int, scaling_factor: float
+) -> Routing:
+    """Plain torch."""
     wide = wide_dtype(x)
     scores = torch.sigmoid(F.linear(x.to(wide), weight.to(wide)))
     with torch.no_grad():

@@ -46,6 +46,38 @@ def project_both(
 
 
 @triton.jit
+def _add_margins(counts, score, limit, bias, expert, real, counted, BINS: tl.constexpr):
+    """Count limit - score [BT, E_PAD] in counts [E, BINS], bins as `bin_range` makes them."""
+    low = tl.min(tl.where(real, bias, float("inf")), 0) - 1.0
+    high = tl.max(tl.where(real, bias, -float("inf")), 0) + 1.0
+    width = tl.div_rn(high - low, BINS * 1.0)
+    bins = tl.div_rn(limit[:, None] - score - low, width + tl.zeros_like(score)).to(tl.int32)
+    bins = tl.minimum(tl.maximum(bins, 0), BINS - 1)
+    one = tl.full(bins.shape, 1, counts.dtype.element_ty)
+    tl.atomic_add(counts + expert[None, :] * BINS + bins, one, mask=counted, sem="relaxed")
+
+
+@triton.jit
+def count_scores(
+    scores, cutoff, bias, valid, counts, T,
+    E: tl.constexpr, E_PAD: tl.constexpr, BT: tl.constexpr, BINS: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add the margins of scores [T, E] float32 to counts [E, BINS]."""
+    row = tl.program_id(0) * BT + tl.arange(0, BT)
+    expert = tl.arange(0, E_PAD)
+    real = expert < E
+    counted = (row < T)[:, None] & real[None, :]
+    offs = row.to(tl.int64)[:, None] * E + expert[None, :]
+    score = tl.load(scores + offs, mask=counted, other=0.0)
+    limit = tl.load(cutoff + row, mask=row < T, other=0.0)
+    if MASKED:
+        counted = counted & (tl.load(valid + row, mask=row < T, other=0) != 0)[:, None]
+    b = tl.load(bias + expert, mask=real, other=0.0)
+    _add_margins(counts, score, limit, b, expert, real, counted, BINS)
+
+
+@triton.jit
 def choose_experts(
     logits, bias, valid, ids, weights, cutoff, chosen, counts, T, scaling,
     E: tl.constexpr, E_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr,
@@ -85,16 +117,10 @@ def choose_experts(
     tl.store(chosen + out, best, mask=keep)
     tl.store(cutoff + row, limit, mask=in_range)
     if COUNT:
-        low = tl.min(tl.where(real, b, float("inf")), 0) - 1.0
-        high = tl.max(tl.where(real, b, -float("inf")), 0) + 1.0
-        width = tl.div_rn(high - low, BINS * 1.0)
-        bins = tl.div_rn(limit[:, None] - score - low, width + tl.zeros_like(score)).to(tl.int32)
-        bins = tl.minimum(tl.maximum(bins, 0), BINS - 1)
         counted = mask
         if MASKED:
-            ok = tl.load(valid + row, mask=in_range, other=0) != 0
-            counted = counted & ok[:, None]
-        tl.atomic_add(counts + expert[None, :] * BINS + bins, 1, mask=counted, sem="relaxed")
+            counted = mask & (tl.load(valid + row, mask=in_range, other=0) != 0)[:, None]
+        _add_margins(counts, score, limit, b, expert, real, counted, BINS)
 
 
 @triton.jit

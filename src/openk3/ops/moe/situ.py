@@ -1,14 +1,52 @@
 """SiTU-GLU, K3's capped gated activation (K3 report eq. 12, app. B)."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from openk3.ops.backends import Backend, BackendTable, always
+from openk3.ops.triton_support import row_kernel_runs
 
-def situ_glu(gate: Tensor, up: Tensor, beta1: float = 4.0, beta2: float | None = 25.0) -> Tensor:
+
+def _reference() -> Any:
+    return situ_reference
+
+
+def _triton() -> Any:
+    from openk3.ops.moe.triton_situ import situ_triton
+
+    return situ_triton
+
+
+BACKENDS = BackendTable(
+    "situ",
+    [
+        Backend("triton", "an NVIDIA GPU and the triton package", row_kernel_runs, _triton),
+        Backend("reference", "nothing", always, _reference),
+    ],
+)
+
+
+def situ_glu(
+    gate: Tensor,
+    up: Tensor,
+    beta1: float = 4.0,
+    beta2: float | None = 25.0,
+    *,
+    backend: str | None = None,
+) -> Tensor:
     """beta1 tanh(gate / beta1) sigmoid(gate) * beta2 tanh(up / beta2), in float32, cast back once.
 
     gate, up [..., n] of one dtype. beta2 None leaves `up` uncapped. |result| <= beta1 beta2.
+    Raises BackendError.
     """
+    facts = {"device": gate.device, "dtype": gate.dtype, "dim": gate.shape[-1]}
+    return BACKENDS.resolve(backend, **facts).load()(gate, up, beta1, beta2)
+
+
+def situ_reference(gate: Tensor, up: Tensor, beta1: float, beta2: float | None) -> Tensor:
+    """Plain torch."""
     if gate.dtype in (torch.float32, torch.float64):
         return _Situ.apply(gate, up, beta1, beta2)
     return _Situ.apply(gate.float(), up.float(), beta1, beta2).to(gate.dtype)

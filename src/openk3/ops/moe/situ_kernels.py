@@ -35,20 +35,33 @@ def fast_reciprocal(x, ASM: tl.constexpr):
 
 @triton.jit
 def _decay(x, rate, ASM: tl.constexpr):
-    """exp(-rate |x|)."""
-    return fast_exp2(tl.abs(x) * (rate * -1.4426950408889634), ASM)
+    """(y = rate |x|, exp(-y))."""
+    return tl.abs(x) * rate, fast_exp2(tl.abs(x) * (rate * -1.4426950408889634), ASM)
 
 
 @triton.jit
-def situ(gate, up, beta1, beta2, CAP: tl.constexpr, ASM: tl.constexpr):
-    """beta1 tanh(g / beta1) sigmoid(g) * beta2 tanh(u / beta2), float32."""
-    e = _decay(gate, 2.0 / beta1, ASM)
-    s = _decay(gate, 1.0, ASM)
-    top = beta1 * tl.where(gate < 0, (e - 1) * s, 1 - e)
+def _rise(y, decay, SMALL: tl.constexpr):
+    """1 - exp(-y). SMALL: also to float32's last bits where the subtraction cancels, which results
+    in 16 bits cannot show."""
+    rise = 1.0 - decay
+    if SMALL:
+        series = y * (1.0 - y * (0.5 - y * (0.16666667 - y * 0.041666667)))
+        rise = tl.where(y < 0.05, series, rise)
+    return rise
+
+
+@triton.jit
+def situ(gate, up, beta1, beta2, CAP: tl.constexpr, SMALL: tl.constexpr, ASM: tl.constexpr):
+    """beta1 tanh(g / beta1) sigmoid(g) * beta2 tanh(u / beta2), float32, with one division."""
+    y, e = _decay(gate, 2.0 / beta1, ASM)
+    _, s = _decay(gate, 1.0, ASM)
+    top = beta1 * _rise(y, e, SMALL)
+    top = tl.where(gate < 0, -top * s, top)
     bottom = (1 + e) * (1 + s)
     if CAP:
-        v = _decay(up, 2.0 / beta2, ASM)
-        top = top * (beta2 * tl.where(up < 0, v - 1, 1 - v))
+        z, v = _decay(up, 2.0 / beta2, ASM)
+        cap = beta2 * _rise(z, v, SMALL)
+        top = top * tl.where(up < 0, -cap, cap)
         bottom = bottom * (1 + v)
     else:
         top = top * up
@@ -56,18 +69,20 @@ def situ(gate, up, beta1, beta2, CAP: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def situ_backward(gate, up, d_act, beta1, beta2, CAP: tl.constexpr, ASM: tl.constexpr):
+def situ_backward(
+    gate, up, d_act, beta1, beta2, CAP: tl.constexpr, SMALL: tl.constexpr, ASM: tl.constexpr
+):
     """(act, d_gate, d_up), float32."""
-    e = _decay(gate, 2.0 / beta1, ASM)
-    s = _decay(gate, 1.0, ASM)
-    t = (1 - e) * fast_reciprocal(1 + e, ASM)
+    y, e = _decay(gate, 2.0 / beta1, ASM)
+    _, s = _decay(gate, 1.0, ASM)
+    t = _rise(y, e, SMALL) * fast_reciprocal(1 + e, ASM)
     t = tl.where(gate < 0, -t, t)
     sigmoid = tl.where(gate < 0, s, 1.0) * fast_reciprocal(1 + s, ASM)
     value = up
     slope = 1.0
     if CAP:
-        v = _decay(up, 2.0 / beta2, ASM)
-        w = (1 - v) * fast_reciprocal(1 + v, ASM)
+        z, v = _decay(up, 2.0 / beta2, ASM)
+        w = _rise(z, v, SMALL) * fast_reciprocal(1 + v, ASM)
         value = beta2 * tl.where(up < 0, -w, w)
         slope = 1 - w * w
     activated = beta1 * t * sigmoid
@@ -82,6 +97,7 @@ def situ_rows(
     CAP: tl.constexpr, LIMIT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """act [R, F] of gate and up, whose rows lie PITCH apart; LIMIT: only last_row[0] rows."""
+    SMALL: tl.constexpr = act.dtype.element_ty == tl.float32
     num_rows = R
     if LIMIT:
         num_rows = tl.load(last_row)
@@ -92,7 +108,7 @@ def situ_rows(
             mask = (row < num_rows) & (col < F)
             gate = tl.load(gate_ptr + row * PITCH + col, mask=mask, other=0.0).to(tl.float32)
             up = tl.load(up_ptr + row * PITCH + col, mask=mask, other=0.0).to(tl.float32)
-            value = situ(gate, up, beta1, beta2, CAP, ASM)
+            value = situ(gate, up, beta1, beta2, CAP, SMALL, ASM)
             tl.store(act + row * F + col, value.to(act.dtype.element_ty), mask=mask)
 
 
@@ -113,6 +129,7 @@ def situ_rows_backward(
     if LIMIT:
         num_rows = tl.load(last_row)
     dtype: tl.constexpr = d_act.dtype.element_ty
+    SMALL: tl.constexpr = dtype == tl.float32
     for first in tl.range(tl.program_id(0) * BR, num_rows, tl.num_programs(0) * BR):
         row = (first + tl.arange(0, BR)).to(tl.int64)[:, None]
         used = row < num_rows
@@ -126,7 +143,7 @@ def situ_rows_backward(
             gate = tl.load(gate_ptr + row * PITCH + col, mask=mask, other=0.0).to(tl.float32)
             up = tl.load(up_ptr + row * PITCH + col, mask=mask, other=0.0).to(tl.float32)
             d = tl.load(d_act + row * F + col, mask=mask, other=0.0).to(tl.float32)
-            value, d_gate, d_up = situ_backward(gate, up, d, beta1, beta2, CAP, ASM)
+            value, d_gate, d_up = situ_backward(gate, up, d, beta1, beta2, CAP, SMALL, ASM)
             tl.store(d_gate_ptr + row * PITCH + col, (d_gate * p).to(dtype), mask=mask)
             tl.store(d_up_ptr + row * PITCH + col, (d_up * p).to(dtype), mask=mask)
             if WEIGHTED:

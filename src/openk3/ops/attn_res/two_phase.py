@@ -1,0 +1,150 @@
+"""Two-phase Block AttnRes for inference (K3 report §5.2): read the finished blocks once a block.
+
+Layer by layer, each of a block's Q = 24 queries reads all N finished blocks. In two phases one
+pass makes every query's mix of the finished blocks with the log-sum-exp of its scores; then each
+sublayer only joins its mix with the running sum. The two ways are equal up to rounding. Which moves
+fewer bytes is arithmetic: `plan_bytes`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from openk3.errors import InputError
+from openk3.ops.backends import Backend, BackendTable, always
+from openk3.ops.norm import rms_norm
+from openk3.ops.triton_support import triton_runs
+
+
+class Bytes(NamedTuple):
+    """What mixing moves through memory for one block of layers."""
+
+    one_phase: int
+    two_phase: int
+
+    @property
+    def two_phase_wins(self) -> bool:
+        """Fewer bytes; on a tie one phase, which needs no buffer."""
+        return self.two_phase < self.one_phase
+
+
+def plan_bytes(
+    num_finished: int, num_queries: int, tokens: int, dim: int, itemsize: int = 2
+) -> Bytes:
+    """Bytes of a block whose first query meets no running sum yet and whose others do.
+
+    One phase: the first query reads N rows a token and writes one, every other reads N + 1. Two
+    phases: N rows read and Q written once, then Q - 1 merges of two rows read and one written.
+    """
+    if num_finished < 1 or num_queries < 1:
+        raise InputError(f"{num_finished} finished blocks, {num_queries} queries: both at least 1")
+    row = tokens * dim * itemsize
+    one = num_finished + 1 + (num_queries - 1) * (num_finished + 2)
+    two = num_finished + num_queries + 3 * (num_queries - 1)
+    return Bytes(one * row, two * row)
+
+
+class _Reference:
+    @staticmethod
+    def block_partials(sources, queries, norm_weights, eps):
+        stacked = torch.stack([v.float() for v in sources])
+        rstd = torch.rsqrt(stacked.pow(2).mean(-1) + eps)
+        keys = queries.float() * norm_weights.float()
+        scores = torch.einsum("ntd,qd->qtn", stacked, keys) * rstd.T
+        mixed = torch.einsum("qtn,ntd->qtd", scores.softmax(-1), stacked)
+        return mixed.to(sources[0].dtype), scores.logsumexp(-1)
+
+    @staticmethod
+    def merge_running(partial, lse, running, query, norm_weight, eps, out_norm):
+        p = running.float()
+        score = (p @ (query.float() * norm_weight.float())) * torch.rsqrt(p.pow(2).mean(-1) + eps)
+        share = torch.sigmoid(score - lse)[:, None]
+        mixed = ((1 - share) * partial.float() + share * p).to(running.dtype)
+        return mixed if out_norm is None else rms_norm(mixed, *out_norm, backend="reference")
+
+
+def _reference() -> Any:
+    return _Reference
+
+
+def _triton() -> Any:
+    from openk3.ops.attn_res import triton_two_phase
+
+    return triton_two_phase
+
+
+def _triton_usable(
+    *, device: torch.device, dtype: torch.dtype, dim: int, **_: Any
+) -> tuple[bool, str]:
+    if dtype not in (torch.bfloat16, torch.float32) or dim % 64:
+        return False, f"the kernel takes bfloat16 or float32 of width 64 n, not {dtype} of {dim}"
+    return triton_runs(device)
+
+
+BACKENDS = BackendTable(
+    "attn_res_two_phase",
+    [
+        Backend("triton", "an NVIDIA GPU and the triton package", _triton_usable, _triton),
+        Backend("reference", "nothing", always, _reference),
+    ],
+)
+
+
+def block_partials(
+    sources: Sequence[Tensor],
+    queries: Tensor,
+    norm_weights: Tensor,
+    eps: float = 1e-5,
+    *,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Phase one: (mixes [Q, T, D] in the sources' dtype, log-sum-exp of the scores [Q, T] float32).
+
+    sources: 1 to 16 finished blocks [T, D]; queries, norm_weights [Q, D], Q at most 32. No grad.
+    Raises InputError, BackendError.
+    """
+    first = sources[0]
+    if not 1 <= len(sources) <= 16 or any(v.shape != first.shape for v in sources):
+        raise InputError(f"block_partials takes 1 to 16 sources of one shape, not {len(sources)}")
+    num_queries, dim = queries.shape
+    if norm_weights.shape != queries.shape or dim != first.shape[-1] or num_queries > 32:
+        raise InputError(
+            f"queries {list(queries.shape)} and norm_weights {list(norm_weights.shape)} must be "
+            f"[Q, {first.shape[-1]}] with Q at most 32"
+        )
+    chosen = BACKENDS.resolve(backend, device=first.device, dtype=first.dtype, dim=dim)
+    implementation: Any = chosen.load()
+    with torch.no_grad():
+        return implementation.block_partials(sources, queries, norm_weights, eps)
+
+
+def merge_running(
+    partial: Tensor,
+    lse: Tensor,
+    running: Tensor,
+    query: Tensor,
+    norm_weight: Tensor,
+    eps: float = 1e-5,
+    *,
+    out_norm: tuple[Tensor, float] | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Phase two: mix([finished blocks..., running]) [T, D] from one query's phase-one result.
+
+    partial [T, D], lse [T], running [T, D], query and norm_weight [D]. With out_norm (weight [D],
+    eps) returns the RMSNorm of the mix, in the same pass. No gradient. Raises BackendError.
+    """
+    dim = running.shape[-1]
+    if partial.shape != running.shape or lse.shape != running.shape[:-1]:
+        raise InputError(
+            f"partial {list(partial.shape)}, lse {list(lse.shape)}, running {list(running.shape)} "
+            "must be [T, D], [T], [T, D]"
+        )
+    chosen = BACKENDS.resolve(backend, device=running.device, dtype=running.dtype, dim=dim)
+    implementation: Any = chosen.load()
+    with torch.no_grad():
+        return implementation.merge_running(
+            partial, lse, running, query.reshape(-1), norm_weight, eps, out_norm
+        )

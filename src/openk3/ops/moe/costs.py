@@ -1,0 +1,50 @@
+"""Measured choices of the routed experts' products, per GPU type (benchmarks/calibrate_moe.py).
+
+What the host may decide on is static: the GPU and the number of rows an expert gets on average.
+What depends on the counts of a batch (tile sizes, their order) is decided on the device.
+"""
+
+from typing import NamedTuple
+
+
+class Choice(NamedTuple):
+    """Which implementation makes which product; all false: grouped_mm everywhere."""
+
+    fused_situ: bool = False
+    """Gate and up as one Triton product with SiTU in its epilogue."""
+    triton_rows: bool = False
+    """The other products over rows by our kernel."""
+    triton_grads: bool = False
+    """Weight gradients by our kernel."""
+
+    @property
+    def align(self) -> int:
+        """Our kernels want every expert's rows to start at a multiple of 64."""
+        return 64 if any(self) else 1
+
+
+class Costs(NamedTuple):
+    """Coefficients of one GPU type."""
+
+    small: float
+    """Time of a 64-row tile over that of a 128-row tile. Below 1, remainders of up to 64 rows take
+    one; were it below 0.5, whole experts would."""
+    choices: tuple[tuple[int, Choice], ...]
+    """(rows an expert from which on, choice), rising."""
+
+    def choose(self, rows_per_expert: float) -> Choice:
+        return [c for start, c in self.choices if start <= rows_per_expert][-1]
+
+
+_ANY_HOPPER = Costs(0.65, ((0, Choice()),))
+
+COSTS: dict[str, Costs] = {
+    # 64 rows an expert: gate-up with SiTU 1.20x, down 1.14x, its gradient 1.21x, weight gradient
+    # 0.70x of grouped_mm; 1170 rows: 1.01x, 1.05x, 1.03x, 0.94x (H200, torch 2.11, 2026-11-30)
+    "NVIDIA H200": Costs(0.65, ((0, Choice(True, True, False)), (512, Choice(False, True, False)))),
+}
+
+
+def costs_of(gpu: str) -> Costs:
+    """The coefficients of the GPU called `gpu`; of an unmeasured one, grouped_mm everywhere."""
+    return COSTS.get(gpu, _ANY_HOPPER)
