@@ -107,7 +107,8 @@ def test_latent_moe_layer(golden):
     layer = LatentMoE(ModelConfig.from_hf(description["config"]), 1)
     fill(layer, t)
     x = t["input/x"]
-    routing = layer.gate(x.flatten(0, 1), None)
+    down = layer.routed_expert_down_proj.weight
+    routing = layer.gate(x.flatten(0, 1), down, None)
     ids, order = routing.ids.sort(-1)
     assert torch.equal(ids, t["output/topk_ids_sorted"])
     close(routing.weights.gather(1, order), t["output/topk_weights"], 5e-6)

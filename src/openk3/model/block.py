@@ -12,7 +12,7 @@ from openk3.model.layers import RMSNorm, SituMLP, linear
 from openk3.model.mla import GatedMLA
 from openk3.model.moe import LatentMoE
 from openk3.model.ports import Context
-from openk3.ops.attn_res import mix
+from openk3.ops.attn_res import mix, mix_norm
 
 
 def attn_res(
@@ -27,6 +27,17 @@ def attn_res(
     if ctx.probe is not None:
         ctx.probe.mixed(where, weights.detach())
     return mixed
+
+
+def attn_res_norm(
+    bank: list[Tensor], running: Tensor, norm: RMSNorm, proj: nn.Linear, out: RMSNorm, ctx: Context,
+    where: str,
+) -> Tensor:  # fmt: skip
+    """`out` of the mix: what a sublayer reads, in one pass over memory unless a probe watches."""
+    if ctx.probe is not None:
+        return out(attn_res(bank, running, norm, proj, ctx, where))
+    sources = [*bank, running]
+    return mix_norm(sources, proj.weight, norm.weight, norm.eps, out.weight, out.eps)
 
 
 class K3Layer(nn.Module):
@@ -56,17 +67,22 @@ class K3Layer(nn.Module):
     ) -> tuple[list[Tensor], Tensor]:
         """bank: finished block sums, running: the current block's sum, each [B,T,d]."""
         where = f"layers.{self.index}"
-        h = running
-        if bank:
-            norm, proj = self.self_attention_res_norm, self.self_attention_res_proj
-            h = attn_res(bank, running, norm, proj, ctx, f"{where}.attn")
-        a = self.self_attn(self.input_layernorm(h), ctx)
+        norm, proj, out = (
+            self.self_attention_res_norm, self.self_attention_res_proj, self.input_layernorm
+        )  # fmt: skip
+        h = (
+            attn_res_norm(bank, running, norm, proj, out, ctx, f"{where}.attn")
+            if bank
+            else out(running)
+        )
+        a = self.self_attn(h, ctx)
         if self.starts_block:
             bank, running = [*bank, running], a
         else:
             running = running + a
-        h = attn_res(bank, running, self.mlp_res_norm, self.mlp_res_proj, ctx, f"{where}.ffn")
-        return bank, running + self._ffn(self.post_attention_layernorm(h), ctx)
+        norm, proj, out = self.mlp_res_norm, self.mlp_res_proj, self.post_attention_layernorm
+        h = attn_res_norm(bank, running, norm, proj, out, ctx, f"{where}.ffn")
+        return bank, running + self._ffn(h, ctx)
 
     def _ffn(self, x: Tensor, ctx: Context) -> Tensor:
         if hasattr(self, "mlp"):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from openk3.config import ModelConfig
 from openk3.model.layers import RMSNorm, SituMLP, linear
 from openk3.model.ports import Context, ExpertWeights, LocalDispatcher, TokenDispatcher
+from openk3.model.streams import beside
 from openk3.ops import moe
 from openk3.ops.moe.balance import NUM_BINS
 
@@ -31,23 +32,25 @@ class Router(nn.Module):
         num = config.num_experts
         self.weight = nn.Parameter(torch.empty(num, config.hidden_size))
         self.register_buffer("e_score_correction_bias", torch.zeros(num))
-        counts = torch.zeros(num, NUM_BINS, dtype=torch.int64)
+        counts = torch.zeros(num, NUM_BINS, dtype=torch.int32)
         self.register_buffer("margin_counts", counts, persistent=False)
         self.register_buffer("load", torch.zeros(num, dtype=torch.int64), persistent=False)
 
-    def forward(self, x: Tensor, valid: Tensor | None) -> moe.Routing:
-        bias = self.e_score_correction_bias
-        routing = moe.route(x, self.weight, bias, self.top_k, self.scaling)
-        if self.training and not _in_backward():
-            self._count(routing, valid)
+    def forward(self, x: Tensor, down: Tensor, valid: Tensor | None) -> moe.LatentRouting:
+        """x [T, d] and the latent projection down [L, d], made from the same reading of x."""
+        count = self.training and not _in_backward()
+        routing = moe.latent_route(
+            x, self.weight, down, self.e_score_correction_bias, self.top_k, self.scaling,
+            counts=self.margin_counts if count else None, valid=valid,
+        )  # fmt: skip
+        if count:
+            self._add_load(routing.ids, valid)
         return routing
 
     @torch.no_grad()
-    def _count(self, routing: moe.Routing, valid: Tensor | None) -> None:
-        bias = self.e_score_correction_bias
-        self.margin_counts += moe.count_margins(routing.scores, routing.cutoff, bias, valid)
-        ids = routing.ids if valid is None else routing.ids[valid]
-        self.load += torch.bincount(ids.reshape(-1), minlength=self.load.numel())
+    def _add_load(self, ids: Tensor, valid: Tensor | None) -> None:
+        real = torch.ones_like(ids) if valid is None else valid[:, None].expand_as(ids).to(ids)
+        self.load.scatter_add_(0, ids.reshape(-1), real.reshape(-1))
 
     @torch.no_grad()
     def update_bias(self) -> None:
@@ -101,15 +104,22 @@ class LatentMoE(nn.Module):
             betas = config.activation_situ_beta, config.activation_situ_linear_beta
             self.shared_experts = SituMLP(dim, inner, *betas)
         self.dispatcher: TokenDispatcher = LocalDispatcher()
+        self.overlap = False
+        """Shared experts on a side stream, beside the routed ones. Off: on an H200 two products
+        that each fill the chip take 4 % longer together than in turn (benchmarks/layer.py)."""
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
         flat = x.flatten(0, -2)
+        with beside(flat, self.overlap) as side:
+            shared = None if self.shared_experts is None else self.shared_experts(flat)
         valid = None if ctx.valid is None else ctx.valid.flatten()
-        routing = self.gate(flat, valid)
-        latent = self.routed_expert_down_proj(flat)
+        routing = self.gate(flat, self.routed_expert_down_proj.weight, valid)
         ids = routing.ids
         if valid is not None and self.dispatcher.skips_padding:
             ids = ids.masked_fill(~valid[:, None], -1)
-        mixed = self.dispatcher(latent, ids, routing.weights, self.experts)
-        routed = self.routed_expert_up_proj(self.routed_expert_norm(mixed)).view_as(x)
-        return routed if self.shared_experts is None else routed + self.shared_experts(x)
+        mixed = self.dispatcher(routing.latent, ids, routing.weights, self.experts)
+        normed = self.routed_expert_norm(mixed)
+        if shared is None:
+            return self.routed_expert_up_proj(normed).view_as(x)
+        up = self.routed_expert_up_proj.weight
+        return side.join(shared).addmm_(normed, up.T).view_as(x)

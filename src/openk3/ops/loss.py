@@ -17,13 +17,18 @@ IGNORE = -100
 
 
 def linear_cross_entropy(
-    hidden: Tensor, head: Tensor, targets: Tensor, *, chunk_tokens: int = 1024
+    hidden: Tensor, head: Tensor, targets: Tensor, *, chunk_tokens: int | None = None
 ) -> Tensor:
     """Sum over tokens of -log softmax(hidden head^T)[target], float32 scalar.
 
     hidden [..., d], head [V, d], targets [...] int64, -100 where a token does not count. Divide by
-    the number of counted targets for a mean. Raises InputError on a target outside [0, V).
+    the number of counted targets for a mean. chunk_tokens None: as many as make 1.5 GB of logits
+    on a GPU, where the float32 sum of the head's gradient is read and written once a chunk, and
+    1024 on a CPU. Raises InputError on a target outside [0, V).
     """
+    if chunk_tokens is None:
+        row = head.shape[0] * hidden.element_size()
+        chunk_tokens = max(1024, 1_500_000_000 // row) if hidden.is_cuda else 1024
     flat, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     if flat.shape[0] != wanted.shape[0]:
         raise InputError(f"targets {list(targets.shape)} do not match hidden {list(hidden.shape)}")
@@ -67,7 +72,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if d_hidden is not None:
                 d_hidden[here] = probs.to(head.dtype) @ head
             if d_head is not None:
-                d_head += probs.to(h.dtype).T @ h
+                _accumulate(d_head, probs.to(h.dtype).T, h)
         ctx.save_for_backward(d_hidden, d_head)
         ctx.head_dtype = head.dtype
         return total
@@ -81,6 +86,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b; on a GPU in the product's epilogue."""
+    if a.is_cuda and a.dtype == torch.bfloat16:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += a @ b
 
 
 def _chunk(logits: Tensor, targets: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,10 @@
 """Building blocks of Triton kernels that work on whole rows of D channels held in registers.
 
-A row is loaded as a tuple of N vectors [C] with N C its length, so that no lane works on padding:
-7168 bfloat16 are 3584 words = 7 x 512. PACKED rows are bfloat16 pairs in 32-bit words; they stay
-words until `parts` opens them into float32 (the even channels of a vector, then the odd ones),
-because registers are what these kernels run out of. Unpacked rows open into one part a vector. VEC
-is the number of neighbours one thread takes.
+A row of N raw elements is a tuple of vectors [C], the last one masked: few vectors, because the
+compiler's time grows with the cube of their number. PACKED rows are bfloat16 pairs in 32-bit words
+(7168 channels: N = 3584 = 3.5 x 1024); they stay words until `parts` opens them into float32 (the
+even channels of a vector, then the odd ones), because registers are what these kernels run out of.
+Unpacked rows open into one part a vector. VEC is the number of neighbours one thread takes.
 """
 
 import torch
@@ -16,8 +16,7 @@ def row_layout(dim: int, dtype: torch.dtype) -> tuple[bool, int, int]:
     """(PACKED, N, C) for rows of `dim` channels."""
     packed = dtype == torch.bfloat16
     length = dim // 2 if packed else dim
-    c = min(512 if packed else 1024, length & -length)
-    return packed, length // c, c
+    return packed, length, min(1024, 1 << (length - 1).bit_length())
 
 
 @triton.jit
@@ -62,6 +61,26 @@ def _offsets(i, C: tl.constexpr, VEC: tl.constexpr):
 
 
 @triton.jit
+def _load(ptr, i, N: tl.constexpr, C: tl.constexpr, VEC: tl.constexpr, EVICT: tl.constexpr):
+    """Vector i of the row at ptr, zero past its end."""
+    offs = _offsets(i, C, VEC)
+    if (i + 1) * C <= N:
+        x = tl.load(ptr + offs, eviction_policy=EVICT)
+    else:
+        x = tl.load(ptr + offs, mask=offs < N, other=0, eviction_policy=EVICT)
+    return x
+
+
+@triton.jit
+def _store(ptr, i, x, N: tl.constexpr, C: tl.constexpr, VEC: tl.constexpr):
+    offs = _offsets(i, C, VEC)
+    if (i + 1) * C <= N:
+        tl.store(ptr + offs, x)
+    else:
+        tl.store(ptr + offs, x, mask=offs < N)
+
+
+@triton.jit
 def load_row(
     ptr, row, PACKED: tl.constexpr, N: tl.constexpr, C: tl.constexpr, VEC: tl.constexpr,
     EVICT: tl.constexpr,
@@ -69,10 +88,10 @@ def load_row(
     """Row `row` of a contiguous matrix as its raw vectors."""
     if PACKED:
         ptr = ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    base = ptr + row * (N * C)
+    base = ptr + row * N
     out = ()
-    for i in tl.static_range(N):
-        out = out + (tl.load(base + _offsets(i, C, VEC), eviction_policy=EVICT),)
+    for i in tl.static_range((N + C - 1) // C):
+        out = out + (_load(base, i, N, C, VEC, EVICT),)
     return out
 
 
@@ -88,8 +107,8 @@ def load_vector(
     if PACKED:
         ptr = ptr.to(tl.pointer_type(tl.int64 if wide else tl.int32), bitcast=True)
     out = ()
-    for i in tl.static_range(N):
-        x = tl.load(ptr + _offsets(i, C, VEC), eviction_policy="evict_last")
+    for i in tl.static_range((N + C - 1) // C):
+        x = _load(ptr, i, N, C, VEC, "evict_last")
         if PACKED:
             if wide:
                 even = x.to(tl.int32).to(tl.float32, bitcast=True)
@@ -154,9 +173,9 @@ def store_row(
     """Store raw vectors."""
     if PACKED:
         ptr = ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    base = ptr + row * (N * C)
-    for i in tl.static_range(N):
-        tl.store(base + _offsets(i, C, VEC), vectors[i])
+    base = ptr + row * N
+    for i in tl.static_range((N + C - 1) // C):
+        _store(base, i, vectors[i], N, C, VEC)
 
 
 @triton.jit
@@ -166,13 +185,13 @@ def store_vector(
     """Store float32 parts as a plain float32 vector."""
     if PACKED:
         ptr = ptr.to(tl.pointer_type(tl.int64), bitcast=True)
-    for i in tl.static_range(N):
+    for i in tl.static_range((N + C - 1) // C):
         if PACKED:
             even = vector[2 * i].to(tl.uint32, bitcast=True).to(tl.int64)
             odd = vector[2 * i + 1].to(tl.uint32, bitcast=True).to(tl.int64)
-            tl.store(ptr + _offsets(i, C, VEC), (odd << 32) | even)
+            _store(ptr, i, (odd << 32) | even, N, C, VEC)
         else:
-            tl.store(ptr + _offsets(i, C, VEC), vector[i])
+            _store(ptr, i, vector[i], N, C, VEC)
 
 
 @triton.jit

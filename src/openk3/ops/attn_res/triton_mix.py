@@ -4,7 +4,7 @@ Kept for the backward pass are the sources themselves (which exist anyway) and 2
 statistics a token; with the fused norm also the mixed row, which a plain residual would keep too.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ class Launch(NamedTuple):
 
 @cache
 def forward_launch(num_sources: int, dim: int, dtype: torch.dtype) -> Launch:
-    if dtype == torch.bfloat16 and row_layout(dim, dtype)[2] == 512:
+    if dtype == torch.bfloat16 and row_layout(dim, dtype)[2] == 1024:
         per_sm = 2 if num_sources <= 3 else 1
         return Launch(8, per_sm, min(3, num_sources), min(3, num_sources))
     return Launch(_few_warps(dim, dtype), 4, min(2, num_sources), 0)
@@ -41,7 +41,7 @@ def forward_launch(num_sources: int, dim: int, dtype: torch.dtype) -> Launch:
 
 @cache
 def backward_launch(num_sources: int, dim: int, dtype: torch.dtype) -> Launch:
-    if dtype == torch.bfloat16 and row_layout(dim, dtype)[2] == 512:
+    if dtype == torch.bfloat16 and row_layout(dim, dtype)[2] == 1024:
         if num_sources <= 3:
             return Launch(8, 1, num_sources, num_sources, num_sources)
         return Launch(8, 1, 3, 2)
@@ -59,15 +59,6 @@ def _meta(x: Tensor, config: Launch) -> dict[str, object]:
         "VEC": max(1, c // (32 * config.num_warps)), "GROUP": config.group, "AHEAD": config.ahead,
         "ASM": x.is_cuda, "num_warps": config.num_warps,
     }  # fmt: skip
-
-
-def _key(
-    name: str, sources: Sequence[Tensor], query: Tensor, norm_weight: Tensor,
-    out_weight: Tensor | None, *facts: Hashable,
-) -> Hashable:  # fmt: skip
-    tokens, dim = sources[0].shape
-    dtypes = (sources[0].dtype, query.dtype, norm_weight.dtype, getattr(out_weight, "dtype", None))
-    return (name, len(sources), dim, tokens % 16 == 0, tokens == 1, dtypes, facts)
 
 
 def _grid(tokens: int, config: Launch, device: torch.device) -> tuple[int]:
@@ -98,7 +89,6 @@ def launch_forward(
             kernels.mix_forward, _grid(tokens, config, first.device),
             tuple(sources), query, norm_weight, out, normed, out_weight, stats,
             tokens, eps, out_eps,
-            key=_key("forward", sources, query, norm_weight, out_weight, config, keep, keep_out),
             STORE_OUT=keep_out, STORE_STATS=keep, NORM=out_norm is not None, **_meta(first, config),
         )  # fmt: skip
     return out, normed, stats
@@ -125,13 +115,11 @@ def launch_backward(
     launch(
         kernels.mix_backward, grid,
         tuple(sources), grads, query, norm_weight, d_out, stats, d_key, tokens,
-        key=_key("backward", sources, query, norm_weight, None, config),
         RESIDENT=config.resident, EVICT="evict_last", **_meta(first, config),
     )  # fmt: skip
     launch(
         kernels.reduce_key, (-(-dim // 64),),
         d_key, query, norm_weight, d_query, d_norm, grid[0],
-        key=("reduce", dim, query.dtype, norm_weight.dtype, grid[0] % 16 == 0, grid[0] == 1),
         D=dim, BLOCK=64, PARTS=32, num_warps=4,
     )  # fmt: skip
     return grads, d_query, d_norm

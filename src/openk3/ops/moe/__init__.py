@@ -1,6 +1,7 @@
 """Stable LatentMoE (K3 report §2.3): router, Quantile Balancing, SiTU-GLU and grouped experts."""
 
 from openk3.ops.moe.balance import count_margins, exact_bias, histogram_bias, max_violation
+from openk3.ops.moe.entrance import LatentRouting, latent_route
 from openk3.ops.moe.experts import (
     Permutation,
     combine,
@@ -14,6 +15,7 @@ from openk3.ops.moe.router import Routing, route
 from openk3.ops.moe.situ import situ_glu
 
 __all__ = [
+    "LatentRouting",
     "Permutation",
     "Routing",
     "combine",
@@ -23,6 +25,7 @@ __all__ = [
     "grouped_linear",
     "grouped_mlp",
     "histogram_bias",
+    "latent_route",
     "max_violation",
     "permute",
     "route",

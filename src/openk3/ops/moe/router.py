@@ -39,9 +39,10 @@ def _triton() -> Any:
     return route_triton
 
 
-def _triton_usable(
+def router_kernel_runs(
     *, device: torch.device, dtype: torch.dtype, num_experts: int, **_: Any
 ) -> tuple[bool, str]:
+    """(usable, reason) of the kernels that choose experts."""
     if dtype != torch.bfloat16 or num_experts > 1024:
         return (
             False,
@@ -53,7 +54,7 @@ def _triton_usable(
 BACKENDS = BackendTable(
     "router",
     [
-        Backend("triton", "an NVIDIA GPU and the triton package", _triton_usable, _triton),
+        Backend("triton", "an NVIDIA GPU and the triton package", router_kernel_runs, _triton),
         Backend("reference", "nothing", always, _reference),
     ],
 )

@@ -5,9 +5,16 @@ import torch
 
 from kernel_checks import gradients, relative_error
 from openk3.errors import InputError
+from openk3.ops import moe
 from openk3.ops.moe import count_margins, route
 
-latent_route = pytest.importorskip("openk3.ops.moe.latent_route", exc_type=ImportError)
+kernels = pytest.importorskip("openk3.ops.moe.triton_entrance", exc_type=ImportError)
+
+
+def latent_route(x, router, down, bias, top_k, scaling=1.0, *, counts=None, valid=None, **options):
+    return kernels.latent_route_triton(
+        x, router, down, bias, top_k, scaling, counts, valid, **options
+    )
 
 
 def draw(tokens=13, width=64, num_experts=20, latent=32, seed=0):
@@ -22,7 +29,7 @@ def draw(tokens=13, width=64, num_experts=20, latent=32, seed=0):
 @pytest.mark.parametrize("fused", [False, True])
 def test_choice_weights_and_latent(fused):
     x, router, down, bias = draw()
-    got = latent_route.latent_route(x, router, down, bias, 4, 2.0, fused=fused)
+    got = latent_route(x, router, down, bias, 4, 2.0, fused=fused)
     wanted = route(x, router, bias, 4, 2.0)
     assert torch.equal(got.ids, wanted.ids)
     torch.testing.assert_close(got.weights, wanted.weights, atol=1e-6, rtol=1e-5)
@@ -36,7 +43,7 @@ def test_gradients():
     d_latent, d_weights = torch.randn(13, 32, generator=rng), torch.randn(13, 3, generator=rng)
 
     def kernel(x, router, down):
-        out = latent_route.latent_route(x, router, down, bias, 3)
+        out = latent_route(x, router, down, bias, 3)
         return (out.latent * d_latent).sum() + (out.weights * d_weights).sum()
 
     def exact(x, router, down):
@@ -54,24 +61,22 @@ def test_histogram_adds_up_and_skips_padding():
     x, router, down, bias = draw(seed=3)
     valid = torch.arange(13) % 3 != 0
     counts = torch.zeros(20, 1000, dtype=torch.int32)
-    latent_route.latent_route(x[:6], router, down, bias, 4, counts=counts, valid=valid[:6])
-    latent_route.latent_route(x[6:], router, down, bias, 4, counts=counts, valid=valid[6:])
+    latent_route(x[:6], router, down, bias, 4, counts=counts, valid=valid[:6])
+    latent_route(x[6:], router, down, bias, 4, counts=counts, valid=valid[6:])
     wanted = route(x, router, bias, 4)
     exact = count_margins(wanted.scores, wanted.cutoff, bias, valid)
     assert counts.sum() == 20 * int(valid.sum())
     # sigmoids differ in the last bit: a margin on an edge may fall into the neighbouring bin
     assert (counts.cumsum(1) - exact.cumsum(1)).abs().max() <= 1
     before = counts.clone()
-    latent_route.latent_route(x, router, down, bias, 4)
+    latent_route(x, router, down, bias, 4)
     assert torch.equal(counts, before)
 
 
 def test_equal_scores_take_the_lowest_ids():
     x, router, down, _ = draw()
     counts = torch.zeros(20, 1000, dtype=torch.int32)
-    out = latent_route.latent_route(
-        x, torch.zeros_like(router), down, torch.zeros(20), 4, counts=counts
-    )
+    out = latent_route(x, torch.zeros_like(router), down, torch.zeros(20), 4, counts=counts)
     assert (out.ids == torch.arange(4)).all()
     assert torch.equal(out.weights, torch.full_like(out.weights, 0.25))
     assert counts.sum() == 13 * 20
@@ -80,9 +85,20 @@ def test_equal_scores_take_the_lowest_ids():
 def test_wrong_shapes_are_refused():
     x, router, down, bias = draw()
     with pytest.raises(InputError, match="E above top_k"):
-        latent_route.latent_route(x, router, down, bias, 20)
+        moe.latent_route(x, router, down, bias, 20)
     with pytest.raises(InputError, match=r"int32 \[20, 1000\]"):
-        latent_route.latent_route(x, router, down, bias, 4, counts=torch.zeros(20, 1000))
+        moe.latent_route(x, router, down, bias, 4, counts=torch.zeros(20, 1000))
+
+
+def test_plain_torch_counts_the_same():
+    x, router, down, bias = draw(seed=8)
+    valid = torch.arange(13) % 3 != 0
+    ours, plain = (torch.zeros(20, 1000, dtype=torch.int32) for _ in range(2))
+    got = latent_route(x, router, down, bias, 4, counts=ours, valid=valid)
+    wanted = moe.latent_route(x, router, down, bias, 4, counts=plain, valid=valid)
+    assert torch.equal(got.ids, wanted.ids)
+    torch.testing.assert_close(got.latent, wanted.latent, atol=1e-5, rtol=1e-5)
+    assert (ours.cumsum(1) - plain.cumsum(1)).abs().max() <= 1
 
 
 def test_router_alone_and_its_histogram():

@@ -1,35 +1,21 @@
-"""The entrance of a Stable LatentMoE layer: router and latent down-projection of the same tokens.
+"""The entrance of a Stable LatentMoE layer through Triton kernels, and its gradient.
 
 The logits are float32 sums of bfloat16 products. Ties go to the lower expert id, in every pass.
 Legend: T tokens, D model width, E experts, L latent width, k experts a token.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from openk3.errors import InputError
 from openk3.ops.moe import router_kernels as kernels
-from openk3.ops.moe.balance import NUM_BINS
+from openk3.ops.moe.entrance import LatentRouting
 from openk3.ops.moe.grouped import Tile, descriptor
 from openk3.ops.moe.triton_router import choose, choose_gradient, router_logits
 from openk3.ops.triton_support import launch, num_sms
 
 PROJECT_TILE = Tile(256, 64, 8, 4, flat=False)  # a loop with a branch cannot be flattened
-
-
-class LatentRouting(NamedTuple):
-    """Where tokens go, and what they bring along."""
-
-    latent: Tensor
-    """[T, L], x down^T."""
-    ids: Tensor
-    """[T, k] int64, best biased score first."""
-    weights: Tensor
-    """[T, k] float32, differentiable."""
-    cutoff: Tensor
-    """[T] float32, the (k+1)-th biased score."""
 
 
 def project_both(
@@ -73,30 +59,12 @@ class _LatentRoute(torch.autograd.Function):
         return dx, d_logits.T @ x, d_latent.T @ x, *[None] * 6
 
 
-def latent_route(
-    x: Tensor, router: Tensor, down: Tensor, bias: Tensor, top_k: int, scaling: float = 1.0, *,
-    counts: Tensor | None = None, valid: Tensor | None = None, fused: bool = False,
+def latent_route_triton(
+    x: Tensor, router: Tensor, down: Tensor, bias: Tensor, top_k: int, scaling: float,
+    counts: Tensor | None, valid: Tensor | None, *, fused: bool = False,
 ) -> LatentRouting:  # fmt: skip
-    """Route x and project it down (K3 report eq. 11, 13), gradients to x and both weights.
-
-    x [T, D], router [E, D] and down [L, D] of one dtype, bias [E] float32. counts [E, 1000] int32:
-    the Quantile Balancing histogram of the step so far, increased in place exactly by this call's
-    tokens; pass None when a forward pass is repeated or not trained on. valid [T] bool marks real
-    tokens for it. Raises InputError.
-    """
-    if router.shape[0] <= top_k or x.shape[1] != router.shape[1] or x.shape[1] != down.shape[1]:
-        raise InputError(
-            f"x {list(x.shape)}, router {list(router.shape)}, down {list(down.shape)} must be "
-            f"[T, D], [E, D], [L, D] with E above top_k = {top_k}"
-        )
-    if counts is not None and (
-        counts.shape != (router.shape[0], NUM_BINS) or counts.dtype != torch.int32
-    ):
-        raise InputError(
-            f"counts {list(counts.shape)} of {counts.dtype} must be int32 "
-            f"[{router.shape[0]}, {NUM_BINS}]"
-        )
+    """`latent_route`; `fused` makes logits and latent in one kernel of our own."""
     out: Any = _LatentRoute.apply(
-        x.contiguous(), router, down, bias, top_k, scaling, counts, valid, fused
+        x.contiguous(), router, down, bias.float(), top_k, scaling, counts, valid, fused
     )
     return LatentRouting(*out)
