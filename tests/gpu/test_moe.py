@@ -185,6 +185,34 @@ def test_four_bit_experts(tokens, activations):
     assert relative_error(got, wanted) < (BF16 if activations == "bf16" else 2e-2)
 
 
+@pytest.mark.parametrize("tokens", [5, 2100])
+def test_packed_experts_of_a_model(tokens):
+    """Few tokens stream packed bytes, many take dequantised experts; saving sees neither."""
+    from dataclasses import replace
+
+    from openk3.checkpoint.experts import PackedExperts
+
+    config = replace(
+        preset("nano"), num_experts=12, num_experts_per_token=4, routed_expert_hidden_size=256,
+        moe_intermediate_size=384,
+    )  # fmt: skip
+    shapes = {"w1": (384, 256), "w3": (384, 256), "w2": (256, 384)}
+    stacks = {
+        name: mx.quantize(normal(12, n, k, seed=i, dtype=torch.float32) / k**0.5)
+        for i, (name, (n, k)) in enumerate(shapes.items())
+    }
+    experts_ = PackedExperts(config, stacks).cuda()
+    before = {name: t.clone() for name, t in experts_.state_dict().items()}
+    dense = [mx.dequantize(*stacks[name]).double() for name in shapes]
+    x, ids = normal(tokens, 256, scale=2), chosen(tokens, 4, 12)
+    weights = torch.rand(tokens, 4, device="cuda")
+    wanted = expert_mlp(x.double(), ids, weights.double(), *dense, backend="reference")
+    with torch.no_grad():
+        assert relative_error(experts_.routed(x, ids, weights), wanted) < BF16
+    assert experts_.arranged
+    assert all(torch.equal(t, before[name]) for name, t in experts_.state_dict().items())
+
+
 def layer(seed=0):
     from dataclasses import replace
 

@@ -1,4 +1,8 @@
-"""Routed experts that stay MXFP4 in memory; the experts a batch visits are dequantised in turn.
+"""Routed experts that stay MXFP4 in memory.
+
+On a GPU the kernels of `openk3.ops.moe.packed` read the 4-bit weights themselves, in an order of
+their own into which the buffers are permuted, in place, at first use. Elsewhere the experts that a
+batch visits are dequantised in turn.
 
 Legend: R rows (token, choice pairs sorted by expert), E experts, L latent width, F inner width.
 """
@@ -11,6 +15,7 @@ from torch import Tensor, nn
 from openk3.config import ModelConfig
 from openk3.model.ports import routed_by_sorting
 from openk3.ops import moe, mx
+from openk3.ops.moe.packed import packed_expert_mlp, packed_kernels_run
 
 Matrices = tuple[Tensor, Tensor, Tensor]
 """w1 [F, L], w3 [F, L], w2 [L, F] of one expert."""
@@ -24,15 +29,39 @@ class PackedExperts(nn.Module):
         self.num_experts = config.num_experts
         self.betas = config.activation_situ_beta, config.activation_situ_linear_beta
         self.mxfp8_inputs = False
+        self.arranged = False
+        """The buffers hold the kernels' order of bytes instead of the published one."""
+        self.register_state_dict_pre_hook(lambda module, *_: module.publish())
+        self.register_load_state_dict_pre_hook(lambda module, *_: module.publish())
         for matrix, (data, scale) in stacks.items():
             self.register_buffer(f"{matrix}_packed", data)
             self.register_buffer(f"{matrix}_scale", scale)
 
     def packed(self, matrix: str, expert: int) -> mx.Quantized:
         """The stored bytes of w1, w3 or w2 of one expert."""
-        return mx.Quantized(
-            self.get_buffer(f"{matrix}_packed")[expert], self.get_buffer(f"{matrix}_scale")[expert]
-        )
+        data = self.get_buffer(f"{matrix}_packed")[expert]
+        if self.arranged:
+            from openk3.ops.moe.mxfp4_layout import published_bytes
+
+            data = published_bytes(data.view(torch.int16).view(-1, data.shape[1] // 64, 512))
+        return mx.Quantized(data, self.get_buffer(f"{matrix}_scale")[expert])
+
+    def arrange(self) -> None:
+        """Permute the buffers into the kernels' order, within their own memory."""
+        self._permute(to_kernels=True)
+
+    def publish(self) -> None:
+        """Permute the buffers back into the published order."""
+        self._permute(to_kernels=False)
+
+    def _permute(self, *, to_kernels: bool) -> None:
+        if self.arranged == to_kernels:
+            return
+        from openk3.ops.moe.mxfp4_layout import arrange_in_place
+
+        for matrix in ("w1", "w3", "w2"):
+            arrange_in_place(self.get_buffer(f"{matrix}_packed"), back=not to_kernels)
+        self.arranged = to_kernels
 
     def sorted_rows(self, rows: Tensor, offsets: Tensor) -> Tensor:
         """rows [R, L] grouped by expert, offsets [E] (end of each group) -> [R, L]."""
@@ -48,7 +77,27 @@ class PackedExperts(nn.Module):
 
     def routed(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x [T, L], ids and weights [T, k] -> the weighted sum of each token's experts [T, L]."""
-        return routed_by_sorting(self, x, ids, weights)
+        inner, half = self.get_buffer("w1_packed").shape[1:]
+        facts = {"device": x.device, "dtype": x.dtype, "widths": (2 * half, inner)}
+        trained = torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)
+        if trained or not packed_kernels_run(**facts)[0]:
+            return routed_by_sorting(self, x, ids, weights)
+        return self._kernels(x, ids, weights)
+
+    def _kernels(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        from openk3.ops.moe import mxfp4_layout
+
+        self.arrange()
+        w1, w3, w2 = (
+            mxfp4_layout.as_matrix(
+                self.get_buffer(f"{matrix}_packed"), self.get_buffer(f"{matrix}_scale")
+            )
+            for matrix in ("w1", "w3", "w2")
+        )
+        experts = mxfp4_layout.PackedExperts(w1, w3, w2)
+        return packed_expert_mlp(
+            x, ids, weights, experts, *self.betas, mxfp8_inputs=self.mxfp8_inputs
+        )
 
 
 def expert_by_expert(

@@ -70,6 +70,18 @@ def mxfp4_expert_mlp(
     return out
 
 
+def dequantised(matrix: PackedMatrix, dtype: torch.dtype) -> Tensor:
+    """W [E, N, K] of a packed matrix; exact in bfloat16."""
+    num_experts, rows = matrix.scales.shape[:2]
+    width = matrix.words.shape[2] * 128
+    out = matrix.words.new_empty(num_experts, rows, width, dtype=dtype)
+    launch(
+        kernels.dequantise, (rows // 32, num_experts), *_pointers(matrix), out,
+        K=width, N=rows, M=32, ASM=out.is_cuda, num_warps=1,
+    )  # fmt: skip
+    return out
+
+
 def _pointers(matrix: PackedMatrix) -> tuple[Tensor, Tensor]:
     return matrix.words, matrix.scales
 

@@ -197,6 +197,28 @@ def mxfp4_down(
 
 
 @triton.jit
+def dequantise(
+    words, scales, out,
+    K: tl.constexpr, N: tl.constexpr, M: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """out [E, N, K] = the weights; one program: M rows of one expert."""
+    KB: tl.constexpr = K // 128
+    expert = tl.program_id(1).to(tl.int64)
+    row0 = tl.program_id(0) * M
+    tiles = expert * (N // 16) + row0 // 16 + tl.arange(0, M // 16)
+    rows = expert * N + row0 + tl.arange(0, M)
+    c = tl.arange(0, 32)  # kt, r1, t, h
+    column = 8 * ((c >> 1) & 3) + 4 * (c >> 4) + 2 * ((c >> 3) & 1) + (c & 1)
+    for kb in tl.range(0, KB):
+        a = _unpack(_weight_tile(words, tiles, kb, KB, M), ASM)
+        packed = tl.load(scales + rows * KB + kb)
+        for j in tl.static_range(4):
+            value = a[j].to(tl.float32) * _scale_of(packed, j)[:, None]
+            at = rows[:, None] * K + kb * 128 + 32 * j + column[None, :]
+            tl.store(out + at, value.to(out.dtype.element_ty))
+
+
+@triton.jit
 def plan_tokens(
     ids, active, starts, pairs, num_pairs,
     E_PAD: tl.constexpr, P_PAD: tl.constexpr, SLOTS: tl.constexpr, S_PAD: tl.constexpr,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from openk3.errors import InputError
-from openk3.ops.mx import unpack
+from openk3.ops.mx import pack, unpack
 
 TILE_ROWS, TILE_COLUMNS = 16, 128
 _SIGN_BIT = (15, 12, 14, 13)
@@ -69,6 +69,36 @@ def _words(packed: Tensor) -> Tensor:
     sign = torch.tensor(_SIGN_BIT, dtype=torch.int32, device=codes.device)
     bits = ((codes & 7) << shift) | ((codes >> 3) << sign)
     return bits.sum(-1).to(torch.int16).reshape(tiles, blocks, 512)
+
+
+def published_bytes(words: Tensor) -> Tensor:
+    """The inverse of the permutation: words int16 [N / 16, K / 128, 512] -> uint8 [N, K / 2]."""
+    tiles, blocks, _ = words.shape
+    bits = words.to(torch.int32)[..., None]
+    shift = torch.tensor(_LOW_BIT, dtype=torch.int32, device=words.device)
+    sign = torch.tensor(_SIGN_BIT, dtype=torch.int32, device=words.device)
+    codes = ((bits >> shift) & 7) | (((bits >> sign) & 1) << 3)
+    codes = codes.view(tiles, blocks, 2, 8, 4, 2, 2, 2, 4)  # tile, kb, kt, g, t, r1, r0, h, j
+    codes = codes.permute(0, 6, 3, 1, 8, 4, 2, 5, 7)
+    return pack(codes.reshape(TILE_ROWS * tiles, TILE_COLUMNS * blocks).to(torch.uint8))
+
+
+def arrange_in_place(packed: Tensor, *, back: bool = False) -> None:
+    """Permute published bytes uint8 [E, N, K / 2] into kernel order within their own memory, one
+    expert at a time, or `back`. Widths as of `pack_matrix`."""
+    for bytes_of_one in packed:
+        words = bytes_of_one.view(torch.int16).view(-1, packed.shape[2] // 64, 512)
+        if back:
+            bytes_of_one.copy_(published_bytes(words))
+        else:
+            words.copy_(_words(bytes_of_one))
+
+
+def as_matrix(arranged: Tensor, scale: Tensor) -> PackedMatrix:
+    """Arranged bytes uint8 [E, N, K / 2] and their scales uint8 [E, N, K / 32], without a copy."""
+    num_experts, rows, half = arranged.shape
+    words = arranged.view(torch.int16).view(num_experts, rows // TILE_ROWS, half // 64, 512)
+    return PackedMatrix(words, scale.view(torch.int32))
 
 
 def pack_experts(
