@@ -48,8 +48,8 @@ def packed_expert_mlp(
     if ids.numel() > MAX_PAIRS and not mxfp8_inputs and dense_bytes <= MAX_DENSE_BYTES:
         from openk3.ops.moe.experts import expert_mlp
 
-        dense = [dequantised(matrix, x.dtype) for matrix in experts]
-        return expert_mlp(x, ids, weights, *dense, beta1, beta2)
+        w1, w3, w2 = (dequantised(matrix, x.dtype) for matrix in experts)
+        return expert_mlp(x, ids, weights, w1, w3, w2, beta1, beta2)
     step = max(1, MAX_PAIRS // ids.shape[1])
     pieces = [
         mxfp4_expert_mlp(
