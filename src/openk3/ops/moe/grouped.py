@@ -1,7 +1,8 @@
-"""Matrix products over rows grouped by expert: our Triton kernels, and torch's `grouped_mm`.
+"""Matrix products over rows grouped by expert: our kernels, and torch's `grouped_mm`.
 
-Both take the same plan; ours need an alignment of 64. Which is faster for which product on which
-GPU is measured (benchmarks/moe.py) and written in `costs.py`.
+Both take the same plan; ours need an alignment of 64: the warp-specialised ones of `hopper.py`
+where they run, else the portable Triton ones of this file, which the interpreter runs too. Which is
+faster for which product on which GPU is measured (benchmarks/moe.py) and written in `costs.py`.
 
 Legend: R rows, E experts, L latent width, F inner width.
 """
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from openk3.ops.moe import grouped_kernels as kernels
+from openk3.ops.moe import hopper
 from openk3.ops.moe.row_plan import BIG, SMALL, Plan
 from openk3.ops.triton_support import launch, num_sms
 
@@ -140,6 +142,12 @@ class TorchProducts:
         return functional.grouped_mm(x, w, offs=plan.ends)
 
     @staticmethod
+    def sum_of_rows(x: Tensor, w: Tensor, x2: Tensor, w2: Tensor, plan: Plan) -> Tensor:
+        return functional.grouped_mm(x, w, offs=plan.ends).add_(
+            functional.grouped_mm(x2, w2, offs=plan.ends)
+        )
+
+    @staticmethod
     def weight_grad(a: Tensor, b: Tensor, plan: Plan) -> Tensor:
         return functional.grouped_mm(a.t(), b, offs=plan.ends)
 
@@ -148,8 +156,31 @@ class TritonProducts:
     """Our kernels."""
 
     align = SMALL
-    rows = staticmethod(rows_product)
-    weight_grad = staticmethod(weight_grad)
+
+    @staticmethod
+    def situ(
+        x: Tensor, w1: Tensor, w3: Tensor, plan: Plan, betas: tuple[float, float | None], save: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        make = hopper.situ_product if hopper.hopper_takes(x, *w1.shape[1:]) else situ_product
+        return make(x, w1, w3, plan, *betas, save=save)
+
+    @staticmethod
+    def rows(x: Tensor, w: Tensor, plan: Plan, *, transposed: bool) -> Tensor:
+        make = hopper.rows_product if hopper.hopper_takes(x, *w.shape[1:]) else rows_product
+        return make(x, w, plan, transposed=transposed)
+
+    @staticmethod
+    def sum_of_rows(x: Tensor, w: Tensor, x2: Tensor, w2: Tensor, plan: Plan) -> Tensor:
+        """x w_e + x2 w2_e."""
+        if hopper.hopper_takes(x, *w.shape[1:]):
+            return hopper.rows_product_sum(x, w, x2, w2, plan)
+        first = rows_product(x, w, plan, transposed=False)
+        return first.add_(rows_product(x2, w2, plan, transposed=False))
+
+    @staticmethod
+    def weight_grad(a: Tensor, b: Tensor, plan: Plan) -> Tensor:
+        takes = hopper.hopper_takes(a, a.shape[1], b.shape[1])
+        return (hopper.weight_grad if takes else weight_grad)(a, b, plan)
 
 
 def joined(w1: Tensor, w3: Tensor) -> Tensor | None:

@@ -55,7 +55,7 @@ class _RoutedExperts(torch.autograd.Function):
         keep = any(ctx.needs_input_grad) and not recompute
         gate = up = None
         if choice.fused_situ:
-            act, gate_up = grouped.situ_product(xp, w1, w3, plan, *betas, save=keep)
+            act, gate_up = grouped.TritonProducts.situ(xp, w1, w3, plan, betas, keep)
             if gate_up is not None:
                 gate, up = gate_up.chunk(2, 1)
         else:
@@ -87,7 +87,8 @@ class _RoutedExperts(torch.autograd.Function):
         dx = combine_rows(dxp, plan, x.shape[0])
         del dxp
         xp, _ = gather_rows(x, plan)
-        dw1, dw3 = _gate_up_grads(choice, d_gate, d_up, xp, plan)
+        together = grouped.joined(w1, w3) is not None
+        dw1, dw3 = _gate_up_grads(choice, d_gate, d_up, xp, plan, together)
         return dx, pick_pairs(d_row, plan), None, dw1, dw3, dw2, None, None, None
 
 
@@ -113,14 +114,16 @@ def _input_grad(
     whole, both = _whole(d_gate, d_up), grouped.joined(w1, w3)
     if whole is not None and both is not None:
         return _rows(choice, whole, both, plan, False)
-    d_gate, d_up = d_gate.contiguous(), d_up.contiguous()
-    return _rows(choice, d_gate, w1, plan, False).add_(_rows(choice, d_up, w3, plan, False))
+    products = grouped.TritonProducts if choice.triton_rows else grouped.TorchProducts
+    return products.sum_of_rows(d_gate, w1, d_up, w3, plan)
 
 
 def _gate_up_grads(
-    choice: Choice, d_gate: Tensor, d_up: Tensor, xp: Tensor, plan: Plan
+    choice: Choice, d_gate: Tensor, d_up: Tensor, xp: Tensor, plan: Plan, together: bool
 ) -> tuple[Tensor, Tensor]:
-    whole = _whole(d_gate, d_up)
+    """`together`: as halves of one tensor, like the weights. A gradient laid out otherwise than its
+    weight would be copied when it is accumulated."""
+    whole = _whole(d_gate, d_up) if together else None
     if whole is None:
         return _grad(choice, d_gate, xp, plan), _grad(choice, d_up, xp, plan)
     both = _grad(choice, whole, xp, plan)
