@@ -71,12 +71,13 @@ def products_of(clock: Clock, stacks: tuple[torch.Tensor, ...], load: str, token
     xe, xp = (row_plan.gather_rows(x, p)[0] for p in (exact, plan))
     de, dp = (row_plan.gather_rows(d_out, p)[0] for p in (exact, plan))
     ae, ap = (torch.randn(t.shape[0], INNER, device="cuda").bfloat16() for t in (xe, xp))
+    betas = (4.0, 25.0)
     torch_, ours = grouped.TorchProducts, grouped.TritonProducts
     cases: dict[str, tuple[float, dict[str, Any]]] = {
         "gate-up + SiTU": (4 * L * INNER, {
             "grouped_mm": lambda: compiled_situ(torch_.rows(xe, w13, exact, transposed=True)),
-            "ours": lambda: grouped.situ_product(xp, w1, w3, plan, 4.0, 25.0, save=False),
-            "ours, kept": lambda: grouped.situ_product(xp, w1, w3, plan, 4.0, 25.0, save=True),
+            "ours": lambda: ours.situ(xp, w1, w3, plan, betas, False),
+            "ours, kept": lambda: ours.situ(xp, w1, w3, plan, betas, True),
         }),
         "down": (2 * L * INNER, {
             "grouped_mm": lambda: torch_.rows(ae, w2, exact, transposed=True),
@@ -120,8 +121,9 @@ def routed(clock: Clock, dense: float, peers: list[str]) -> None:
     w13, w1, w3, w2 = weights()
     x = torch.randn(T, L, device="cuda").bfloat16()
     p = torch.rand(T, TOP_K, device="cuda") / 8
-    print(f"choice for this GPU at {T * TOP_K // E} rows an expert: "
-          f"{default_choice(x.device, T * TOP_K / E)}")  # fmt: skip
+    for training in (False, True):
+        choice = default_choice(x.device, T * TOP_K / E, training=training)
+        print(f"chosen at {T * TOP_K // E} rows an expert, training {training}: {choice}")
     first: dict[str, tuple[float, float]] = {}
     for load in ("equal", "zipf", "skewed"):
         routed_of(clock, dense, peers, load, (x, p, w13, w1, w3, w2), first)

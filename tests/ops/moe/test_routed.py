@@ -142,9 +142,10 @@ def test_measured_choices_and_refusals():
     from openk3.ops.moe.costs import COSTS, costs_of
 
     h200 = costs_of("NVIDIA H200")
-    assert h200.choose(64).fused_situ
-    assert not h200.choose(1170).fused_situ
-    assert costs_of("another GPU").choose(64) == routed.Choice()
+    assert h200.choose(64, training=True).fused_situ
+    assert not h200.choose(1170, training=True).fused_situ
+    assert h200.choose(1170, training=False).fused_situ
+    assert costs_of("another GPU").choose(64, training=True) == routed.Choice()
     for costs in COSTS.values():
         assert 0.5 < costs.small < 1, "else the planner's tiles are not the cheapest"
     inputs, _ = case(torch.zeros(1, 1, dtype=torch.int64), 2)

@@ -1,4 +1,5 @@
-"""Measured choices of the routed experts' products, per GPU type (benchmarks/calibrate_moe.py).
+"""Measured choices of the routed experts' products, per GPU type (`benchmarks/moe.py --only
+products,routed` prints what an entry is made of).
 
 What the host may decide on is static: the GPU and the number of rows an expert gets on average.
 What depends on the counts of a batch (tile sizes, their order) is decided on the device.
@@ -29,20 +30,27 @@ class Costs(NamedTuple):
     small: float
     """Time of a 64-row tile over that of a 128-row tile. Below 1, remainders of up to 64 rows take
     one; were it below 0.5, whole experts would."""
-    choices: tuple[tuple[int, Choice], ...]
-    """(rows an expert from which on, choice), rising."""
+    training: tuple[tuple[int, Choice], ...]
+    """(rows an expert from which on, choice), rising; for passes that a backward pass follows."""
+    inference: tuple[tuple[int, Choice], ...]
+    """The same for forward passes alone."""
 
-    def choose(self, rows_per_expert: float) -> Choice:
-        return [c for start, c in self.choices if start <= rows_per_expert][-1]
+    def choose(self, rows_per_expert: float, *, training: bool) -> Choice:
+        choices = self.training if training else self.inference
+        return [c for start, c in choices if start <= rows_per_expert][-1]
 
 
-_ANY_HOPPER = Costs(0.65, ((0, Choice()),))
+_ANY_HOPPER = Costs(0.65, ((0, Choice()),), ((0, Choice()),))
 
 COSTS: dict[str, Costs] = {
-    # 64 rows an expert, Zipf: gate-up with SiTU 1.20x, down 1.17x, its gradient 1.22x, weight
-    # gradient 0.74x of grouped_mm; 1170 rows: 0.93x to 1.07x each, forward and backward together
-    # 0.93x (torch 2.11, 2026-11-30)
-    "NVIDIA H200": Costs(0.65, ((0, Choice(True, True, False)), (512, Choice()))),
+    # 64 rows an expert: all products 1.11x to 1.26x of grouped_mm, equal and Zipf loads alike; 1170
+    # rows: forward 1.03x, 1.12x, 1.14x (equal, Zipf, skewed loads), with backward 0.95x, 1.01x,
+    # 1.00x (torch 2.11, 2026-11-30)
+    "NVIDIA H200": Costs(
+        0.65,
+        training=((0, Choice(True, True, True)), (512, Choice())),
+        inference=((0, Choice(True, True, True)),),
+    ),
 }
 
 

@@ -142,7 +142,9 @@ def routed_experts(
     `recompute` drops gate and up too and makes them again in the backward pass.
     """
     if choice is None:
-        choice = default_choice(x.device, ids.numel() / max(1, w1.shape[0]))
+        tensors = (x, weights, w1, w3, w2)
+        training = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        choice = default_choice(x.device, ids.numel() / max(1, w1.shape[0]), training=training)
     return _RoutedExperts.apply(
         x.contiguous(),
         weights.contiguous(),
@@ -156,8 +158,8 @@ def routed_experts(
     )
 
 
-def default_choice(device: torch.device, rows_per_expert: float) -> Choice:
+def default_choice(device: torch.device, rows_per_expert: float, *, training: bool) -> Choice:
     """The measured choice for this GPU."""
     if device.type != "cuda":
         return Choice()
-    return costs_of(torch.cuda.get_device_name(device)).choose(rows_per_expert)
+    return costs_of(torch.cuda.get_device_name(device)).choose(rows_per_expert, training=training)
