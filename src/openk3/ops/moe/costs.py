@@ -31,9 +31,9 @@ class Costs(NamedTuple):
     """Time of a 64-row tile over that of a 128-row tile. Below 1, remainders of up to 64 rows take
     one; were it below 0.5, whole experts would."""
     training: tuple[tuple[int, Choice], ...]
-    """(rows an expert from which on, choice), rising; for passes that a backward pass follows."""
+    """(rows an expert from which on, choice), rising; forward and backward together."""
     inference: tuple[tuple[int, Choice], ...]
-    """The same for forward passes alone."""
+    """The same for forward passes under `torch.inference_mode`."""
 
     def choose(self, rows_per_expert: float, *, training: bool) -> Choice:
         choices = self.training if training else self.inference

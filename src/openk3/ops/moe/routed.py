@@ -142,8 +142,8 @@ def routed_experts(
     `recompute` drops gate and up too and makes them again in the backward pass.
     """
     if choice is None:
-        tensors = (x, weights, w1, w3, w2)
-        training = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        # not by whether gradients are wanted: a checkpointed pass and its repetition must agree
+        training = not torch.is_inference_mode_enabled()
         choice = default_choice(x.device, ids.numel() / max(1, w1.shape[0]), training=training)
     return _RoutedExperts.apply(
         x.contiguous(),
