@@ -43,9 +43,9 @@ class Costs(NamedTuple):
 _ANY_HOPPER = Costs(0.65, ((0, Choice()),), ((0, Choice()),))
 
 COSTS: dict[str, Costs] = {
-    # 64 rows an expert: all products 1.11x to 1.26x of grouped_mm, equal and Zipf loads alike; 1170
-    # rows: forward 1.03x, 1.12x, 1.14x (equal, Zipf, skewed loads), with backward 0.95x, 1.01x,
-    # 1.00x (torch 2.11, 2026-11-30)
+    # 64 rows an expert: products 1.11x to 1.26x of grouped_mm, equal and Zipf loads alike; 1170
+    # rows, the routed path: forward 1.03x, 1.12x, 1.14x (equal, Zipf, skewed loads), with backward
+    # 0.95x, 1.01x, 1.00x (torch 2.11, 2026-11-30)
     "NVIDIA H200": Costs(
         0.65,
         training=((0, Choice(True, True, True)), (512, Choice())),
