@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from openk3.ops.moe.row_plan import Plan
-from openk3.ops.triton_support import num_sms
+from openk3.ops.triton_support import launch, num_sms
 
 BK = 64
 STAGES = 4
@@ -36,7 +36,7 @@ def _descriptor(x: Tensor, *block: int) -> Any:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)
+    layout: Any = gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), layout)
 
 
@@ -60,9 +60,10 @@ def _launch(
     weights = _descriptor(_flat(w), *block)
     to = _descriptor(out, 64, 128)
     gate, up = (to, to) if kept is None else (_descriptor(t, 64, 128) for t in kept)
-    kernels.grouped_product[(num_sms(x.device),)](
-        rows, rows if x2 is None else _descriptor(x2, 64, BK),
-        weights, weights if w2 is None else _descriptor(_flat(w2), *block),
+    launch(
+        kernels.grouped_product, (num_sms(x.device),), rows,
+        rows if x2 is None else _descriptor(x2, 64, BK), weights,
+        weights if w2 is None else _descriptor(_flat(w2), *block),
         to, gate, up, *plan.tiles, betas[0], betas[1] or 0.0,
         PITCH=w.stride(0) // w.shape[2], K=K, N=out.shape[1], BN=BN, BK=BK, S=STAGES, GROUP=group,
         PAIR=pair, DUAL=x2 is not None, TRANSPOSED=transposed, SAVE=kept is not None,
@@ -109,8 +110,9 @@ def weight_grad(a: Tensor, b: Tensor, plan: Plan, *, group: int = 8) -> Tensor:
 
     num_experts = plan.ends.shape[0]
     out = a.new_empty(num_experts, a.shape[1], b.shape[1])
-    kernels.grouped_weight_grad[(num_sms(a.device),)](
-        _descriptor(a, BK, 64), _descriptor(b, BK, 256),
+    launch(
+        kernels.grouped_weight_grad, (num_sms(a.device),), _descriptor(a, BK, 64),
+        _descriptor(b, BK, 256),
         _descriptor(out.view(-1, b.shape[1]), 64, 128), plan.order, plan.starts, plan.ends,
         M=a.shape[1], N=b.shape[1], E=num_experts, BN=256, BK=BK, S=STAGES, GROUP=group,
         num_warps=4,
