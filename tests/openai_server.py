@@ -14,7 +14,8 @@ import uvicorn
 
 from openk3.api.auth import ApiKeys
 from openk3.api.openai.app import create_app
-from openk3.api.openai.state import ServeOptions, Serving
+from openk3.api.openai.options import ServeOptions
+from openk3.api.openai.state import Serving
 from openk3.api.serving import KEEP_ALIVE_S, listen
 from openk3.engine.service import AsyncEngine
 from scripted_engine import ScriptedEngine, ids_of, tokenizer

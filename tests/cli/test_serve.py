@@ -15,7 +15,7 @@ import openk3  # noqa: E402
 from openk3.cli.serve import main  # noqa: E402
 from openk3.engine.llm import LLM  # noqa: E402
 from openk3.engine.types import EngineConfig, SamplingParams  # noqa: E402
-from openk3.errors import CheckpointError, ConfigError  # noqa: E402
+from openk3.errors import BackendError, CheckpointError, ConfigError  # noqa: E402
 from openk3.model.k3 import K3  # noqa: E402
 from scripted_engine import tokenizer  # noqa: E402
 from tiny_run import tiny_config  # noqa: E402
@@ -88,3 +88,9 @@ def test_wrong_usage_is_said_before_a_model_is_loaded(folder, tmp_path):
         main([str(folder), "--engine.num_draft", "3"])
     with pytest.raises(CheckpointError, match="no folder"):
         main([str(tmp_path / "missing")])
+
+
+def test_a_missing_extra_is_named(folder, monkeypatch):
+    monkeypatch.setattr("openk3.cli.common.find_spec", lambda name: None)
+    with pytest.raises(BackendError, match=r"fastapi.*pip install 'openk3\[serve\]'"):
+        main([str(folder)])

@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def serve(options: argparse.Namespace) -> int:
     """Run the load and print the report."""
+    common.require_extra("serve", "httpx")
     from openk3.api.openai import bench
 
     if options.rate <= 0 or options.burstiness <= 0 or options.speed <= 0:

@@ -5,11 +5,12 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from openk3.config.dump import describe, to_dict, to_toml
 from openk3.config.load import resolve, take_flags
-from openk3.errors import ConfigError
+from openk3.errors import BackendError, ConfigError
 
 T = TypeVar("T")
 MOST_THREADS = 1024
@@ -37,6 +38,13 @@ def parser(verb: str, about: str) -> argparse.ArgumentParser:
 def add_json(to: argparse.ArgumentParser) -> None:
     """The option every reporting verb has."""
     to.add_argument("--json", action="store_true", help="print JSON on stdout and nothing else")
+
+
+def require_extra(extra: str, *modules: str) -> None:
+    """Raises BackendError naming the extra to install when one of its modules is missing."""
+    missing = [module for module in modules if find_spec(module) is None]
+    if missing:
+        raise BackendError(f"this needs {', '.join(missing)}: pip install 'openk3[{extra}]'")
 
 
 def add_threads(to: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openk3.api.openai.state import ServeOptions
+from openk3.api.openai.options import ServeOptions
 from openk3.cli import common
 from openk3.config.dump import describe
 from openk3.config.load import resolve, take_flags
@@ -35,16 +35,17 @@ class ServeConfig:
 
 def main(argv: list[str]) -> int:
     """Run `k3 serve`. Returns the exit code; 1 if the engine failed."""
-    from openk3.api.auth import load_keys, require_safe_binding
-    from openk3.api.openai.app import create_app
-    from openk3.api.serving import serve
-
     parser = _parser()
     if {"-h", "--help"} & set(argv):
         parser.epilog = "Settings:\n\n" + describe(ServeConfig)
     settings, rest = take_flags(ServeConfig, argv, common.own_options(parser))
     options = parser.parse_args(rest)
     config = resolve(ServeConfig, [], settings)
+    common.require_extra("serve", "fastapi", "uvicorn", "prometheus_client")
+    from openk3.api.auth import load_keys, require_safe_binding
+    from openk3.api.openai.app import create_app
+    from openk3.api.serving import serve
+
     given = [*options.api_key, *filter(None, [os.environ.get(KEY_VARIABLE)])]
     keys = load_keys(given, options.key_file)
     require_safe_binding(options.host, keys)

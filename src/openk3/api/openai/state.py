@@ -10,43 +10,13 @@ from openk3._io import Clock, SystemClock
 from openk3.api.auth import ApiKeys
 from openk3.api.openai.errors import ApiError
 from openk3.api.openai.metrics import Metrics
+from openk3.api.openai.options import ServeOptions
 from openk3.engine.service import AsyncEngine
 from openk3.text.image import ImageProcessor
 from openk3.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from openk3.engine.grammar import Grammars
-
-
-@dataclass(frozen=True)
-class ServeOptions:
-    """Limits of a server and what it accepts."""
-
-    max_body_bytes: int = 32 << 20
-    """Of one request; pictures come inside."""
-    max_requests: int = 1024
-    """Open at once; beyond it callers get 503."""
-    max_image_pixels: int = 1 << 25
-    """Of one request's pictures together."""
-    max_images: int = 64
-    """Of one request."""
-    body_timeout_s: float = 60.0
-    """Until a request's body is there; then 408."""
-    queue_timeout_s: float = 600.0
-    """Until the first token; then 503."""
-    time_limit_s: float = 3600.0
-    """Of one request; then it ends with what it has and finish_reason "abort"."""
-    stall_timeout_s: float = 60.0
-    """A reader that takes nothing for so long is cut off."""
-    grace_s: float = 30.0
-    """What running requests get at shutdown."""
-    default_max_tokens: int = 131_072
-    """New tokens when a caller names no number; the context ends an answer earlier."""
-    allow_origins: tuple[str, ...] = ()
-    """Pages of other origins that may call from a browser (CORS); none by default."""
-    official_sampling: bool = False
-    """Refuse what Moonshot's own service refuses: temperature other than 1, top_p other than
-    0.95, n other than 1, penalties."""
 
 
 @dataclass
