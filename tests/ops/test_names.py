@@ -2,6 +2,8 @@
 
 import importlib
 import pkgutil
+import subprocess
+import sys
 
 import pytest
 
@@ -12,3 +14,13 @@ def test_submodules_do_not_shadow_functions(package):
     submodules = {info.name for info in pkgutil.iter_modules(module.__path__)}
     exported = {name for name in getattr(module, "__all__", []) if callable(getattr(module, name))}
     assert not submodules & exported
+
+
+def test_importing_the_model_does_not_import_a_compiler():
+    """They take seconds and 200 MB of address space that most commands never need."""
+    code = "import sys, openk3.model; print([m for m in HEAVY if m in sys.modules])"
+    heavy = "HEAVY = ('torch._dynamo', 'torch._inductor', 'sympy', 'triton'); "
+    done = subprocess.run(
+        [sys.executable, "-c", heavy + code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"

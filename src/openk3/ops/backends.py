@@ -10,8 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from openk3.errors import BackendError, nearest
 
 log = logging.getLogger(__name__)
@@ -53,7 +51,6 @@ class BackendTable:
         name = self._choose(requested, **facts)
         return next(b for b in self.backends if b.name == name)
 
-    @torch.compiler.assume_constant_result  # a compiled graph need not look into predicates
     def _choose(self, requested: str | None, **facts: Any) -> str:
         if requested is not None:
             self._check_explicit(requested, facts)
@@ -64,6 +61,10 @@ class BackendTable:
                 self._say_once(backend.name, reason)
                 return backend.name
         raise AssertionError(f"{self.op}: the reference backend must always be usable")
+
+    # What torch.compiler.assume_constant_result does, without importing the compiler for everyone:
+    # a compiled graph need not look into predicates.
+    _choose._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
     def _check_explicit(self, requested: str, facts: dict[str, Any]) -> None:
         by_name = {b.name: b for b in self.backends}
