@@ -20,7 +20,13 @@ from openk3.checkpoint.experts.streamed import attach
 from openk3.checkpoint.hf.folder import Stack, Survey, open_folder
 from openk3.checkpoint.hf.layout import EXPERT_MATRICES, is_float32, parameters
 from openk3.checkpoint.hf.model_source import remember_folder
-from openk3.checkpoint.hf.read import DTYPES, FileReader, adjoining, allocate, run_jobs
+from openk3.checkpoint.hf.read import (
+    DTYPES,
+    FileReader,
+    adjoining,
+    allocate_lasting,
+    run_jobs,
+)
 from openk3.checkpoint.hf.source import unpad_heads
 from openk3.config import ModelConfig
 from openk3.errors import CheckpointError, InputError
@@ -154,7 +160,7 @@ def _plan(
         dtype = torch.float32
     if not stack.packed:
         return _copy(stack, "weight", reader, dtype)
-    out = allocate(stack.parameter.shape, dtype or torch.bfloat16)
+    out = allocate_lasting(stack.parameter.shape, dtype or torch.bfloat16)
     packed, scale = stack.pieces["weight_packed"], stack.pieces["weight_scale"]
     stacked = out if len(packed) > 1 else out[None]
     jobs: list[Job] = []
@@ -173,7 +179,7 @@ def _copy(
     if same and dtype in (None, stored) and (view := reader.view(entries)) is not None:
         return view, ()
     shape = entries[0].shape if len(entries) == 1 else (len(entries), *entries[0].shape)
-    out = allocate(shape, dtype or stored)
+    out = allocate_lasting(shape, dtype or stored)
     stacked = out if len(entries) > 1 else out[None]
     jobs: list[Job] = []
     for run, (entry,) in adjoining(entries):

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -31,14 +32,34 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _BUFFER_BYTES = 1 << 20
-_PACKED_BYTES = 256 << 10  # MXFP4: its indices take four bytes each
+_PACKED_BYTES = 512 << 10  # MXFP4: its indices take four bytes each
 _JOB_BYTES = 16 << 20
+_MAPPED_BYTES = 64 << 10  # tensors from here on get mappings of their own
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Fresh memory for a tensor. numpy asks the kernel for huge pages, which fill far faster."""
+    """Memory for a tensor that does not live long: malloc gives back what was freed, unzeroed."""
     num_bytes = prod(shape) * dtype.itemsize
     return torch.from_numpy(np.empty(num_bytes, np.uint8)).view(dtype).view(*shape)
+
+
+def allocate_lasting(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Fresh memory for a tensor of a model, in huge pages where the system has them.
+
+    Linux places such mappings side by side and merges them, so that even the ends of tensors and
+    those smaller than a huge page share one; malloc's headers would part them. The tensor owns its
+    mapping. Raises MemoryError like any allocation.
+    """
+    num_bytes = prod(shape) * dtype.itemsize
+    if num_bytes < _MAPPED_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return allocate(shape, dtype)
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:  # no address space or too many mappings: malloc may still have some
+        return allocate(shape, dtype)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(*shape)
 
 
 class FileReader:
