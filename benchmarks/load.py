@@ -87,18 +87,18 @@ def read_and_fill(folder: Path, fresh: int) -> None:
     memory = allocate_lasting((fresh,), torch.uint8)
     piece, done, jobs, local = 1 << 20, 0, [], threading.local()
     for path in paths:
-        handle = os.open(path, os.O_RDONLY)
-        for start in range(0, path.stat().st_size, piece):
-            end = done + min(piece, path.stat().st_size - start)
-            jobs.append((handle, start, done * fresh // total, end * fresh // total))
-            done = end
+        size, handle = path.stat().st_size, os.open(path, os.O_RDONLY)
+        jobs += [(handle, start, min(CHUNK, size - start), done) for start in range(0, size, CHUNK)]
+        done += size
 
     def work(job: tuple[int, int, int, int]) -> None:
-        handle, start, first, last = job
+        handle, start, num_bytes, before = job
         if not hasattr(local, "buffer"):
             local.buffer = bytearray(piece)
-        os.preadv(handle, [local.buffer], start)
-        ctypes.memset(memory.data_ptr() + first, 1, last - first)  # without the interpreter's lock
+        for at in range(start, start + num_bytes, piece):
+            os.preadv(handle, [local.buffer], at)
+            first, last = (min(before + x, total) * fresh // total for x in (at, at + piece))
+            ctypes.memset(memory.data_ptr() + first, 1, last - first)  # frees the interpreter
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(work, jobs))

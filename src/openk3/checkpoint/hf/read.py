@@ -32,7 +32,7 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _BUFFER_BYTES = 1 << 20
-_PACKED_BYTES = 512 << 10  # MXFP4: its indices take four bytes each
+_PACKED_BYTES = 256 << 10  # MXFP4: its indices take four bytes each
 _JOB_BYTES = 16 << 20
 _MAPPED_BYTES = 64 << 10  # tensors from here on get mappings of their own
 
