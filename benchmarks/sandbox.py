@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from openk3.sandbox import Pool, Sandbox
+from openk3.sandbox import Limits, Pool, Sandbox
 from openk3.sandbox.engines import find
 
 PUBLISHED = {"pause": "133", "resume to first answer": "49"}
@@ -28,6 +28,14 @@ TARGET = {
     "pause": 200,
     "resume to first answer": 450,
     "fork of 8": 1500,
+    "answer beside a fork bomb": 1000,
+    "answer beside a memory bomb": 1000,
+    "answer beside an output bomb": 1000,
+}
+BOMBS = {
+    "answer beside a fork bomb": "bomb() { bomb | bomb & }; bomb; sleep 1000",
+    "answer beside a memory bomb": "while :; do head -c 2000000000 /dev/zero | tail; done",
+    "answer beside an output bomb": "yes",
 }
 
 
@@ -86,6 +94,21 @@ async def measure(make: Callable[..., Awaitable[Sandbox]], repeat: int, clock: C
     await box.kill()
 
 
+async def beside_bombs(pool: Pool, backend: str, repeat: int, clock: Clock) -> None:
+    """How soon a sandbox answers while another one does its worst."""
+    box = await Sandbox.create(pool=pool, backend=backend)
+    for name, bomb in BOMBS.items():
+        limits = Limits(cpus=0.5, processes=64, memory_mb=200)
+        victim = await Sandbox.create(pool=pool, backend=backend, limits=limits)
+        job = await victim.start(bomb)
+        await asyncio.sleep(1)  # let it grow
+        for _ in range(repeat):
+            await clock.time(name, lambda: _answer(box))
+        job.let_go()
+        await victim.kill()
+    await box.kill()
+
+
 def _disk_bytes(home: Path) -> int:
     places = [home / name for name in ("images", "layers", "pages")]
     files = [file for place in places for file in place.rglob("*") if file.is_file()]
@@ -132,6 +155,7 @@ async def local(repeat: int, backend: str) -> tuple[Clock, tuple[float, float]]:
             await (await clock.time("create cold to first output", cold)).kill()
         await pool.warm()
         await measure(make, repeat, clock)
+        await beside_bombs(pool, backend, repeat, clock)
         sizes = await second_snapshot(pool)
         for saved in pool.snapshots():
             pool.delete_snapshot(saved.id)

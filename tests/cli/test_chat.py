@@ -94,7 +94,8 @@ def test_readme(place, monkeypatch, capsys):
     page = (ROOT / "README.md").read_text("utf-8")
     commands = [line.strip() for line in page.splitlines() if line.startswith("    k3 ")]
     commands = [shlex.split(line, comments=True) for line in commands if " Kimi-K3" in line]
-    assert [words[1] for words in commands] == ["inspect", "convert", "generate", "chat"]
+    assert [words[1] for words in commands] == ["inspect", "convert", "generate", "chat", "serve"]
+    assert commands.pop()[2:] == ["Kimi-K3"]  # it serves until interrupted: see test_serve.py
     typed = f"{ASK}\n{TOOL_SAYS}\n/new\n/image a.png\nWhat is this?\n"
     for words in commands:
         monkeypatch.setattr("sys.stdin", io.StringIO(typed))

@@ -83,11 +83,14 @@ def test_server_tells_what_the_sdk_needs_and_stops_when_interrupted(home, gvisor
     command = [sys.executable, "-m", "openk3", "sandbox", "serve", "--port", "0"]
     env = {**os.environ, "OPENK3_SANDBOX_HOME": str(home.path)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True) as server:
-        assert server.stdout
-        line = server.stdout.readline()
-        assert re.search(r"E2B_API_URL=http://127.0.0.1:\d+ .*KEY=e2b_[0-9a-f]{40}\n", line)
-        server.send_signal(signal.SIGINT)
-        assert server.wait(60) in (0, 130, -signal.SIGINT)
+        try:
+            assert server.stdout
+            line = server.stdout.readline()
+            assert re.search(r"E2B_API_URL=http://127.0.0.1:\d+ .*KEY=e2b_[0-9a-f]{40}\n", line)
+            server.send_signal(signal.SIGINT)
+            assert server.wait(60) in (0, 130, -signal.SIGINT)
+        finally:
+            server.kill()
     refused = k3("serve", "--host", "0.0.0.0", "--no-key", at=home)
     assert refused.returncode == 1
     assert b"refusing" in refused.stderr
