@@ -10,9 +10,9 @@ quickstart: $(VENV)/.base
 	$(BIN)/k3 quickstart
 
 test: lint types
-	$(BIN)/python -m pytest -rs -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -rs -n $(JOBS) --dist loadfile -m 'not gvisor'
 
-# Only the tests that run real gVisor sandboxes (`make test` has them too).
+# Real gVisor sandboxes: needs root or user namespaces, and fetches runsc on first use.
 test-sandbox: $(VENV)/.dev
 	$(BIN)/python -m pytest -rs -n $(JOBS) --dist loadfile -m gvisor
 

@@ -149,13 +149,18 @@ def test_keeper_killed_while_running_and_while_pausing(aio, home, pool):
 
 
 def test_creation_dies_with_its_creator(aio, home, pool):
-    async def go() -> None:
-        task = asyncio.ensure_future(Sandbox.create(pool=pool))
-        await asyncio.sleep(0.3)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+    """Given up at any moment; one that was complete by then is its caller's, and is killed."""
 
-    aio.run(go())
+    async def go(wait: float) -> None:
+        task = asyncio.ensure_future(Sandbox.create(pool=pool))
+        await asyncio.sleep(wait)
+        task.cancel()
+        (made,) = await asyncio.gather(task, return_exceptions=True)
+        if isinstance(made, Sandbox):
+            await made.kill()
+
+    for wait in (0.0, 0.05, 0.15, 0.3):
+        aio.run(go(wait))
     assert settled(home, 60.0) == TIDY
 
 
