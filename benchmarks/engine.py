@@ -1,60 +1,32 @@
 """The serving engine: on a CPU beside transformers' `kimi_linear`, on a GPU beside our own loop.
 
-    python benchmarks/engine.py cpu [--venv /tmp/openk3-peer]
+    python benchmarks/engine.py cpu [--threads 2] [--venv /tmp/openk3-peer]
     python benchmarks/engine.py gpu [--requests 256]
 
-cpu: hidden 256, 8 layers (6 KDA, 2 MLA), 8 experts top-2, vocabulary 8192, float32, 2 threads.
-Decoding of one sequence against the peer's `generate` of a model of the same sizes, in alternating
-turns; 16 requests at once against one by one; time to the first token of a prompt of 16 pages, cold
-and cached. gpu: a K3-shaped model of 2 B parameters, random weights in bfloat16; 256 requests of
-100 to 1024 tokens each way against a loop of `model.generate`, and the time of a decoding step at
-1K and 64K tokens of context beside the time its weights take to read.
+cpu: the shape of cpu_peer.py, float32. Decoding of one sequence against the peer's `generate`, in
+alternating turns; 16 requests at once against one by one; time to the first token of a prompt of
+16 pages, cold and cached. gpu: a K3-shaped model of 2 B parameters, random weights in bfloat16; 256
+requests of 100 to 1024 tokens each way against a loop of `model.generate`, and the time of a
+decoding step at 1K and 64K tokens of context beside the time its weights take to read.
 """
 
 import argparse
 import itertools
-import json
 import os
 import random
 import statistics
-import subprocess
 import time
+from pathlib import Path
 
 import torch
+from cpu_peer import PEER_NEEDS, PROMPT_TOKENS, PeerGenerator, our_config
 
 from openk3.config import LinearAttnConfig, ModelConfig
 from openk3.engine import Engine, EngineConfig, Request, SamplingParams
 from openk3.model import K3, cast
 from openk3.model.init import fill, init_buffers
 
-PEER_NEEDS = ["torch==2.13.0", "transformers==5.24.0"]
 COPY_BYTES_PER_S = 4.2e12  # what an H200 reads, of 4.8e12
-
-
-def small_config() -> ModelConfig:
-    return ModelConfig(
-        vocab_size=8192,
-        hidden_size=256,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        intermediate_size=1024,
-        linear_attn=LinearAttnConfig(full_attn_layers=(4, 8), num_heads=4, head_dim=64),
-        q_lora_rank=128,
-        kv_lora_rank=128,
-        qk_nope_head_dim=64,
-        qk_rope_head_dim=32,
-        v_head_dim=64,
-        num_experts=8,
-        num_experts_per_token=2,
-        num_shared_experts=1,
-        moe_intermediate_size=256,
-        routed_expert_hidden_size=256,
-        attn_res_block_size=4,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
-        media_placeholder_token_id=3,
-    )
 
 
 def two_billion() -> ModelConfig:
@@ -106,72 +78,24 @@ def serve(engine: Engine, requests: list[Request]) -> dict[str, list[float]]:
     return times
 
 
-PEER = """
-import json, sys, time, torch
-from transformers.models.kimi_linear import KimiLinearConfig, KimiLinearForCausalLM
-torch.set_num_threads(2)
-config = KimiLinearConfig(
-    vocab_size=8192, hidden_size=256, num_hidden_layers=8, num_attention_heads=4,
-    num_key_value_heads=4, head_dim=64, intermediate_size=1024, moe_intermediate_size=256,
-    num_experts=8, num_experts_per_token=2, num_shared_experts=1, kv_lora_rank=128,
-    qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64, first_k_dense_replace=1,
-    bos_token_id=0, eos_token_id=1, pad_token_id=2,
-    linear_attn_config=dict(full_attn_layers=[4, 8], kda_layers=[1, 2, 3, 5, 6, 7], num_heads=4,
-                            head_dim=64, short_conv_kernel_size=4))
-model = KimiLinearForCausalLM(config).eval().float()
-ids = torch.randint(10, 8000, (1, 16))
-options = dict(do_sample=False, eos_token_id=None, pad_token_id=2)
-model.generate(ids, max_new_tokens=4, **options)
-print("ready", flush=True)
-for line in sys.stdin:
-    begin = time.perf_counter()
-    model.generate(ids, max_new_tokens=int(line), **options)
-    print(json.dumps(time.perf_counter() - begin), flush=True)
-"""
-
-
-class Peer:
-    """transformers' model in a process and a virtual environment of its own."""
-
-    def __init__(self, venv: str) -> None:
-        python = os.path.join(venv, "bin", "python")
-        if not os.path.exists(python):
-            subprocess.run(["python3", "-m", "venv", venv], check=True)
-            subprocess.run([python, "-m", "pip", "install", "-q", *PEER_NEEDS], check=True)
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen([python, "-c", PEER], **pipes)
-        if self._line() != "ready":
-            raise RuntimeError("the peer did not start; its message is above")
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def generate(self, tokens: int) -> float:
-        """Seconds for a prompt of 16 and that many new tokens."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{tokens}\n")
-        self.process.stdin.flush()
-        return json.loads(self._line())
-
-    def stop(self) -> None:
-        self.process.terminate()
-        self.process.wait()
-
-
-def on_cpu(venv: str) -> None:
-    torch.set_num_threads(2)
+def on_cpu(venv: Path, threads: int) -> None:
+    torch.set_num_threads(threads)
     rng = random.Random(0)
-    model = K3(small_config()).eval()
+    model = K3(our_config()).eval()
     options = {"hash_block": 128, "num_pages": 600, "max_running": 16}
-    print(f"2 threads, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}")
+    print(f"{threads} threads, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}")
 
-    peer, few, many, rates = Peer(venv), 8, 72, {"peer": [], "ours": []}
+    peer, few, many = PeerGenerator(venv, threads), 8, 72
+    rates: dict[str, list[float]] = {"peer": [], "ours": []}
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    print(f"{millions:.1f} M parameters, peer ({PEER_NEEDS[1]}) {peer.millions:.1f} M")
     engine = Engine(model, EngineConfig(**options))
-    serve(engine, [Request("warm", prompt(rng, 16), greedy(4))])
+    serve(engine, [Request("warm", prompt(rng, PROMPT_TOKENS), greedy(4))])
     for turn in range(3):
-        rates["peer"].append((many - few) / (peer.generate(many) - peer.generate(few)))
-        times = serve(engine, [Request(f"t{turn}", prompt(rng, 16), greedy(many))])[f"t{turn}"]
+        rates["peer"].append((many - few) / (peer.seconds(many) - peer.seconds(few)))
+        times = serve(engine, [Request(f"t{turn}", prompt(rng, PROMPT_TOKENS), greedy(many))])[
+            f"t{turn}"
+        ]
         rates["ours"].append((many - few) / (times[-1] - times[few - 1]))
     peer.stop()
     ours, theirs = (statistics.median(rates[name]) for name in ("ours", "peer"))
@@ -179,7 +103,7 @@ def on_cpu(venv: str) -> None:
         f"decode, 1 sequence: {ours:.0f} tokens/s, peer {theirs:.0f}: {ours / theirs:.1f}x (3.0x)"
     )
 
-    requests = [Request(f"b{i}", prompt(rng, 16), greedy(48)) for i in range(16)]
+    requests = [Request(f"b{i}", prompt(rng, PROMPT_TOKENS), greedy(48)) for i in range(16)]
     batch = max(t[-1] for t in serve(engine, requests).values())
     alone = sum(
         serve(engine, [Request(f"a{i}", r.prompt_ids, r.params)])[f"a{i}"][-1]
@@ -276,12 +200,13 @@ def decode_bytes(model: K3) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("where", choices=("cpu", "gpu"))
-    parser.add_argument("--venv", default="/tmp/openk3-peer")
+    parser.add_argument("--venv", type=Path, default=Path("/tmp/openk3-peer"))
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--memory-gb", type=float, default=60)
     args = parser.parse_args()
     if args.where == "cpu":
-        on_cpu(args.venv)
+        on_cpu(args.venv, args.threads)
     else:
         on_gpu(args.requests, args.memory_gb)
 
