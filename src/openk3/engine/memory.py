@@ -35,46 +35,42 @@ class PageMemory:
     def __init__(
         self, model: ModelConfig, config: EngineConfig, device: torch.device, dtype: torch.dtype
     ) -> None:
-        attn, layers = model.linear_attn, range(model.num_hidden_layers)
+        attn = model.linear_attn
         self.dtype, self.device = dtype, device
+        layers = range(model.num_hidden_layers)
         self.kda_layers = [i for i in layers if model.is_kda(i)]
         self.mla_layers = [i for i in layers if not model.is_kda(i)]
         self.latent_width = model.kv_lora_rank + model.qk_rope_head_dim
         self.S_shape = (attn.num_heads, attn.head_dim, attn.head_dim)
         self.conv_shape = (3, attn.short_conv_kernel_size, attn.num_heads, attn.head_dim)
         self.S_bytes = _round_up(prod(self.S_shape) * 4, ALIGN)
-        state_bytes = self.S_bytes + prod(self.conv_shape) * dtype.itemsize
-        per_token = self.latent_width * dtype.itemsize
-        page_tokens = config.page_tokens or _round_up(
-            -(-state_bytes // per_token), config.hash_block
-        )
-        page_bytes = _round_up(max(state_bytes, page_tokens * per_token), ALIGN)
-        per_group = len(self.mla_layers)
-        kda_groups = -(-len(self.kda_layers) // per_group)
-        page_id_bytes = page_bytes * per_group
-        num_pages = config.num_pages or _affordable(config, page_id_bytes, device)
-        self.geometry = Geometry(page_tokens, page_bytes, num_pages, kda_groups, per_group)
-        self.scratch = num_pages
-        self.pool = torch.empty(
-            per_group, num_pages + 1, page_bytes, dtype=torch.uint8, device=device
-        )
+        self.geometry = self._cut(config)
+        shape = self.geometry.layers_per_group, self.geometry.num_pages, self.geometry.page_bytes
+        self.scratch = self.geometry.num_pages
+        self.pool = torch.empty(shape[0], shape[1] + 1, shape[2], dtype=torch.uint8, device=device)
         self.pool[:, self.scratch] = 0
         self._config = config
         self._host: Tensor | None = None
 
+    def _cut(self, config: EngineConfig) -> Geometry:
+        """Pages that hold a KDA layer's state, or page_tokens latents of an MLA layer."""
+        state_bytes = self.S_bytes + prod(self.conv_shape) * self.dtype.itemsize
+        per_token = self.latent_width * self.dtype.itemsize
+        enough = _round_up(-(-state_bytes // per_token), config.hash_block)
+        page_tokens = config.page_tokens or enough
+        page_bytes = _round_up(max(state_bytes, page_tokens * per_token), ALIGN)
+        per_group = len(self.mla_layers)
+        num_pages = config.num_pages or _affordable(config, page_bytes * per_group, self.device)
+        kda_groups = -(-len(self.kda_layers) // per_group)
+        return Geometry(page_tokens, page_bytes, num_pages, kda_groups, per_group)
+
     def _host_pool(self) -> Tensor:
         """The host tier's pages, taken when they are first needed."""
         if self._host is None:
-            shape = (
-                len(self.pool),
-                num_host_pages(self.geometry, self._config),
-                self.pool.shape[2],
-            )
-            if self._config.host_file is not None:
-                size = prod(shape)
-                flat = torch.from_file(
-                    self._config.host_file, shared=True, size=size, dtype=torch.uint8
-                )
+            file, count = self._config.host_file, num_host_pages(self.geometry, self._config)
+            shape = len(self.pool), count, self.geometry.page_bytes
+            if file is not None:
+                flat = torch.from_file(file, shared=True, size=prod(shape), dtype=torch.uint8)
                 self._host = flat.view(shape)
             else:
                 pinned = self.device.type == "cuda"
