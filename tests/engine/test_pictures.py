@@ -3,33 +3,18 @@
 import pytest
 import torch
 
-from openk3.config import VisionConfig, preset
 from openk3.engine.plan import Chunk, StepPlan
 from openk3.engine.runner import ModelRunner
 from openk3.engine.types import EngineConfig, Media, Request, SamplingParams
 from openk3.errors import InputError
-from openk3.model import K3
+from small_models import seeing_model
 
-VISION = VisionConfig(
-    patch_size=4,
-    init_pos_emb_height=5,
-    init_pos_emb_width=3,
-    vt_num_attention_heads=3,
-    vt_num_hidden_layers=2,
-    vt_hidden_size=20,
-    vt_intermediate_size=44,
-    qkv_hidden_size=24,
-    mm_hidden_size=20,
-    text_hidden_size=64,
-)
 GRIDS = torch.tensor([[1, 4, 2], [3, 2, 6]])  # 2 and 3 rows
 
 
 @pytest.fixture(scope="module")
 def runner():
-    sizes = {"hidden_size": 64, "routed_expert_hidden_size": 32, "initializer_range": 0.1}
-    model = K3(preset("nano", vision=VISION, **sizes), seed=1).eval()
-    return ModelRunner(model, EngineConfig(hash_block=8, page_tokens=16, num_pages=16))
+    return ModelRunner(seeing_model(), EngineConfig(hash_block=8, page_tokens=16, num_pages=16))
 
 
 def make_request(runner, ids):

@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from openk3.config import preset
 from openk3.engine.plan import Checkpoint, Chunk, Copy, StepPlan
 from openk3.engine.runner import ModelRunner
 from openk3.engine.types import EngineConfig, Request, SamplingParams
 from openk3.errors import ConfigError
-from openk3.model import K3
+from small_models import lively_model
 
 HASH, PAGE, PAGES = 8, 16, 64
 GREEDY = SamplingParams(temperature=0, logprobs=3)
@@ -16,14 +15,7 @@ GREEDY = SamplingParams(temperature=0, logprobs=3)
 
 @pytest.fixture(scope="module")
 def model():
-    config = preset("nano", initializer_range=0.1)
-    model = K3(config, seed=3).eval()
-    with torch.no_grad():
-        rng = torch.Generator().manual_seed(0)
-        for name, weight in model.named_parameters():
-            if name.endswith("_res_proj.weight"):  # zero at the start; make the mixes matter
-                weight.normal_(std=0.1, generator=rng)
-    return model
+    return lively_model(seed=3)
 
 
 def runner(model, **options):
@@ -78,6 +70,17 @@ def step(sequences, *chunks, **plan):
         sequence.commit(chunk, result)
 
 
+def continued(first, at, pages, tail, slot):
+    """A sequence that goes on behind `first`, from its checkpoint at a whole page; its copies."""
+    second = Sequence(first.runner, [*first.known[:at], *tail], slot)
+    second.start, second.latents = at, first.latents[: at // PAGE]
+    return second, tuple(Copy(*pair) for pair in zip(pages, second.states, strict=True))
+
+
+def checkpoint_pages(runner):
+    return (40, 41, 42)[: runner.geometry.kda_groups]
+
+
 @torch.no_grad()
 def expected(model, prompt, count):
     ids = model.generate(torch.tensor([prompt]), max_new_tokens=count, temperature=0, stop_ids=[])
@@ -126,7 +129,7 @@ def test_a_checkpoint_continues_another_sequence(model, stop, at):
     """Taken at a chunk's end or inside of it, restored by a copy; the pages are shared."""
     shared = runner(model)
     first = Sequence(shared, prompt_of(40))
-    pages = (40, 41, 42)[: shared.geometry.kda_groups]
+    pages = checkpoint_pages(shared)
     step([first], first.chunk(stop, checkpoints=(Checkpoint(at, pages),)))
     second = Sequence(shared, prompt_of(40)[:at] + prompt_of(9, 5), slot=1)
     second.start, whole = at, at // PAGE
@@ -145,13 +148,11 @@ def test_a_decoding_row_leaves_checkpoints(model):
     shared = runner(model)
     first = Sequence(shared, prompt_of(14))
     step([first], first.chunk(14))
-    pages = (40, 41, 42)[: shared.geometry.kda_groups]
+    pages = checkpoint_pages(shared)
     for _ in range(3):
         points = (Checkpoint(16, pages),) if first.start == 15 else ()
         step([first], first.chunk(1, checkpoints=points))
-    second = Sequence(shared, [*first.known[:16], 7, 8], slot=1)
-    second.start, second.latents = 16, first.latents[:1]
-    copies = tuple(Copy(*pair) for pair in zip(pages, second.states, strict=True))
+    second, copies = continued(first, 16, pages, [7, 8], slot=1)
     step([second], second.chunk(2), copies=copies)
     check(second, model, 1)
 
@@ -185,12 +186,10 @@ def test_a_drafting_row_leaves_checkpoints_at_its_start(model):
     step([first], first.chunk(14))
     step([first], first.chunk(1, drafts=truth[15:16]))
     assert first.start == 16
-    pages = (40, 41, 42)[: shared.geometry.kda_groups]
+    pages = checkpoint_pages(shared)
     drafts = truth[17:19]
     step([first], first.chunk(1, drafts=drafts, checkpoints=(Checkpoint(16, pages),)))
-    second = Sequence(shared, [*first.known[:16], 7, 8], slot=1)
-    second.start, second.latents = 16, first.latents[:1]
-    copies = tuple(Copy(*pair) for pair in zip(pages, second.states, strict=True))
+    second, copies = continued(first, 16, pages, [7, 8], slot=1)
     step([second], second.chunk(2), copies=copies)
     check(second, model, 1)
 
@@ -202,7 +201,7 @@ def test_a_drafting_row_leaves_a_checkpoint_at_its_end(model):
     truth = expected(model, prompt_of(13), 12)[0]
     step([first], first.chunk(1, drafts=truth[14:15]))
     assert first.start == 15
-    pages = (40, 41, 42)[: shared.geometry.kda_groups]
+    pages = checkpoint_pages(shared)
     checkpoints = (Checkpoint(16, pages),)
     step(
         [first, other],
@@ -211,9 +210,7 @@ def test_a_drafting_row_leaves_a_checkpoint_at_its_end(model):
     )
     step([first], first.chunk(1, drafts=truth[17:19]))
     check(first, model, 6)
-    second = Sequence(shared, [*first.known[:16], 7, 8], slot=2)
-    second.start, second.latents = 16, first.latents[:1]
-    copies = tuple(Copy(*pair) for pair in zip(pages, second.states, strict=True))
+    second, copies = continued(first, 16, pages, [7, 8], slot=2)
     step([second], second.chunk(2), copies=copies)
     check(second, model, 1)
 

@@ -11,17 +11,12 @@ from openk3.errors import DivergedError, InputError
 from openk3.model import K3, DenseCache, cast, keeps_float32
 from openk3.model.probe import Summary
 from openk3.ops.loss import linear_cross_entropy
+from small_models import lively_model
 
 
 @pytest.fixture(scope="module")
 def model():
-    config = preset("nano", initializer_range=0.1)
-    model = K3(config, seed=1)
-    torch.manual_seed(0)
-    for name, weight in model.named_parameters():
-        if name.endswith("_res_proj.weight"):  # zero at the start; make the mixes matter
-            torch.nn.init.normal_(weight, std=0.1)
-    return model.eval()
+    return lively_model(seed=1)
 
 
 def draw_ids(model, *shape, seed=0):

@@ -3,35 +3,20 @@
 import pytest
 import torch
 
-from openk3.config import VisionConfig, preset
+from openk3.config import preset
 from openk3.errors import InputError
 from openk3.model import K3, DenseCache, cast
 from openk3.model.media import splice
 from openk3.model.vision import expand_media
 from openk3.ops.loss import linear_cross_entropy
+from small_models import VISION, seeing_model
 
-# sizes that all differ; 5 x 3 table, so that rows and columns cannot be confused
-VISION = VisionConfig(
-    patch_size=4,
-    init_pos_emb_height=5,
-    init_pos_emb_width=3,
-    vt_num_attention_heads=3,
-    vt_num_hidden_layers=2,
-    vt_hidden_size=20,
-    vt_intermediate_size=44,
-    qkv_hidden_size=24,
-    mm_hidden_size=20,
-    text_hidden_size=64,
-)
 GRIDS = torch.tensor([[1, 4, 2], [3, 2, 6], [1, 4, 2]])  # 2, 3 and 2 rows
 
 
 @pytest.fixture(scope="module")
 def model():
-    config = preset(
-        "nano", hidden_size=64, routed_expert_hidden_size=32, vision=VISION, initializer_range=0.1
-    )
-    return K3(config, seed=1).eval()
+    return seeing_model()
 
 
 @pytest.fixture(scope="module")
