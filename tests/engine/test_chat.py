@@ -44,7 +44,7 @@ def test_thoughts_are_counted_by_token():
 def test_a_stop_string_does_not_reach_over_a_call():
     texts, reader = read([ids_of(ANSWER)], stops=["Sure.x"])
     assert texts[("content", 0)] == "Sure."
-    assert not reader.stopped
+    assert reader.stop is None
     texts, reader = read([ids_of(ANSWER)], stops=["re."])
     assert texts[("content", 0)] == "Su"
     assert reader.stop == "re."

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from openk3.engine.text_stream import StopStrings
+from openk3.engine.text_stream import Reader
 from openk3.engine.types import Media
 from openk3.errors import InputError
 from openk3.text.image import ImageInputs, ImageProcessor
@@ -145,29 +145,18 @@ def _media(seen: ImageInputs) -> Media:
     return Media(seen.pixel_values, seen.grid_thws, tuple(digests))
 
 
-class ChatReader:
+class ChatReader(Reader):
     """Reads one choice: ids to deltas of reasoning, content and tool calls."""
 
     def __init__(self, tokenizer: Tokenizer, *, thinking: bool, stops: Sequence[str] = ()) -> None:
+        super().__init__(stops)
         self._tokenizer = tokenizer
         self._parser = StreamParser(tokenizer, thinking=thinking)
-        self._stops = StopStrings(stops)
-        self.num_reasoning = 0
-        """Ids of the think channel so far."""
-
-    @property
-    def stopped(self) -> bool:
-        return self._stops.found is not None
-
-    @property
-    def stop(self) -> str | None:
-        """The stop string that was met."""
-        return self._stops.found
 
     def feed(self, ids: Sequence[int]) -> list[Delta]:
         deltas: list[Delta] = []
         for token_id in ids:
-            if not self.stopped:
+            if self.stop is None:
                 self.num_reasoning += self._parser.thinking
                 if self._tokenizer.special_name(token_id) in READ:
                     deltas += self._cut(self._parser.feed(token_id))
@@ -175,14 +164,14 @@ class ChatReader:
 
     def finish(self) -> list[Delta]:
         """Markup that was cut is dropped; a call that was cut stays cut."""
-        if self.stopped:
+        if self.stop is not None:
             return []
         return [*self._cut(self._parser.finish()), *self._released()]
 
     def _cut(self, deltas: list[Delta]) -> list[Delta]:
         kept: list[Delta] = []
         for delta in deltas:
-            if self.stopped:
+            if self.stop is not None:
                 break
             if delta.kind in ("content", "answer"):
                 text = self._stops.feed(delta.text)

@@ -39,7 +39,7 @@ class Choice:
         deltas = self.reader.feed(ids)
         if reason is not None:
             deltas += self.reader.finish()
-        if self.reader.stopped and reason != "error":
+        if self.reader.stop is not None and reason != "error":
             reason = "stop"
         self.finish_reason = reason
         return Part(self.index, deltas, ids, output.logprobs or (), reason, output.error)

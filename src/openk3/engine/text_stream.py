@@ -1,30 +1,13 @@
 """Ids to text as it may be sent: whole characters only, and never any of a stop string."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 from openk3.errors import InputError
 from openk3.text.tokenizer import Tokenizer
 from openk3.text.xtml import Delta
 
 MAX_STOPS, MAX_STOP_CHARS = 16, 256
-
-
-class Reader(Protocol):
-    """Turns the ids of one choice into deltas; however they are cut, the deltas add up the same."""
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string was met; what is fed later is dropped."""
-        ...
-
-    def feed(self, ids: Sequence[int]) -> list[Delta]:
-        """What `ids` complete."""
-        ...
-
-    def finish(self) -> list[Delta]:
-        """What was held back, once no more ids come."""
-        ...
 
 
 class StopStrings:
@@ -75,21 +58,34 @@ class StopStrings:
         return 0
 
 
-class TextReader:
-    """Plain text, as `content` deltas; special tokens give none."""
+class Reader(ABC):
+    """Turns the ids of one choice into deltas; however they are cut, the deltas add up the same."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
-        self._decoder = tokenizer.stream_decoder(skip_special=True)
+    def __init__(self, stops: Sequence[str] = ()) -> None:
         self._stops = StopStrings(stops)
-
-    @property
-    def stopped(self) -> bool:
-        return self._stops.found is not None
+        self.num_reasoning = 0
+        """Ids of the think channel so far."""
 
     @property
     def stop(self) -> str | None:
-        """The stop string that was met."""
+        """The stop string that was met; what is fed later is dropped."""
         return self._stops.found
+
+    @abstractmethod
+    def feed(self, ids: Sequence[int]) -> list[Delta]:
+        """What `ids` complete."""
+
+    @abstractmethod
+    def finish(self) -> list[Delta]:
+        """What was held back, once no more ids come."""
+
+
+class TextReader(Reader):
+    """Plain text, as `content` deltas; special tokens give none."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+        super().__init__(stops)
+        self._decoder = tokenizer.stream_decoder(skip_special=True)
 
     def feed(self, ids: Sequence[int]) -> list[Delta]:
         return _content(self._stops.feed("".join(map(self._decoder.feed, ids))))
