@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import socket
+import threading
 
 import pytest
 
@@ -188,6 +189,65 @@ def test_a_request_that_fails_is_a_500_and_no_other_is_harmed():
         assert answer.status_code == 500
         assert "not finite" in answer.json()["error"]["message"]
         assert server.chat("hi").status_code == 200
+
+
+class FailingLate(ScriptedEngine):
+    """Ends every request with an error after two tokens, once it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: ids_of("xyz"), step_s=0.001)
+        self.may_fail = threading.Event()
+
+    def _advance(self, request, left):
+        if len(left) > 1:
+            return super()._advance(request, left)
+        if not self.may_fail.is_set():
+            return Output(request.id, ())
+        del self.running[request.id]
+        return Output(request.id, (), "error", error="its logits are not finite")
+
+
+ENDPOINTS = {
+    "/v1/chat/completions": HI,
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {**HI, "max_tokens": 99},
+}
+
+
+def told_reason(path: str, last: dict) -> str:
+    """Where a client of an endpoint looks for what went wrong in mid-stream."""
+    if path == "/v1/responses":
+        assert last["type"] == "response.failed"
+        assert last["response"]["status"] == "failed"
+        return last["response"]["error"]["message"]
+    assert last["error"]["type"] == "server_error"
+    assert (last.get("type") == "error") == (path == "/v1/messages")
+    return last["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_a_failure_after_the_first_tokens_is_told_by_every_endpoint(path):
+    engine = FailingLate()
+    body = ENDPOINTS[path]
+    with serving(engine=engine) as server:
+        with server.client.stream("POST", path, json={**body, "stream": True}) as answer:
+            lines = answer.iter_lines()
+            assert next(lines)  # it has begun
+            engine.may_fail.set()
+            events = [line[6:] for line in lines if line.startswith("data: ")]
+        whole = server.post(path, body)
+    assert (answer.status_code, whole.status_code) == (200, 500)
+    for told in (whole.json()["error"]["message"], told_reason(path, json.loads(events[-1]))):
+        assert told == "generation failed: its logits are not finite"
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_a_salt_separates_prefixes_at_every_endpoint(path):
+    with serving("ok⟨E⟩") as server:
+        for salt in ("a", "b"):
+            assert server.post(path, {**ENDPOINTS[path], "cache_salt": salt}).status_code == 200
+        assert len({request.salt for request in server.engine.seen.values()}) == 2
 
 
 def test_shutdown_hands_back_what_still_runs():

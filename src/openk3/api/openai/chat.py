@@ -5,10 +5,9 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 
 from openk3.api.openai import conversation, logprobs, prepare, routing
-from openk3.api.openai.connection import event, while_connected
+from openk3.api.openai.connection import event
 from openk3.api.openai.errors import ApiError
 from openk3.api.openai.generation import Generation, Unit
 from openk3.api.openai.images import Pictures
@@ -23,21 +22,7 @@ router = APIRouter()
 @router.post("/v1/chat/completions")
 async def create(request: Request) -> Response:
     """One or more answers to a conversation."""
-    state: Serving = request.app.state.serving
-    body = await routing.read_body(request, ChatBody)
-    state.require_model(body.model)
-    name = f"chatcmpl-{state.new_id()}"
-    generation = await routing.begin(
-        state, request, lambda: units(state, body), name, body.cache_salt
-    )
-    writer = Chunks(state, generation, with_logprobs=body.logprobs is True)
-    if body.stream:
-        usage = (body.stream_options or {}).get("include_usage")
-        return routing.stream(state, generation, writer.events(usage))
-    try:
-        return JSONResponse(await while_connected(request, writer.whole()))
-    finally:
-        generation.close()
+    return await routing.answer(request, ChatBody, units, Chunks, "chatcmpl-")
 
 
 def units(state: Serving, body: ChatBody) -> list[Unit]:
@@ -85,10 +70,10 @@ class CallIds:
 class Chunks:
     """Writes a generation as OpenAI's chat completion or its chunks."""
 
-    def __init__(self, state: Serving, generation: Generation, *, with_logprobs: bool) -> None:
-        self._state, self._generation, self._with_logprobs = state, generation, with_logprobs
+    def __init__(self, generation: Generation, body: ChatBody) -> None:
+        self._state, self._generation, self._body = generation.state, generation, body
         self._created = int(time.time())
-        self._call_id = CallIds(state)
+        self._call_id = CallIds(self._state)
         self._unsent: dict[int, list[dict[str, Any]]] = {}
 
     async def whole(self) -> dict[str, Any]:
@@ -97,8 +82,6 @@ class Chunks:
         reasons: dict[int, str | None] = {}
         probabilities: dict[int, list[dict[str, Any]]] = {}
         async for part in self._generation.parts():
-            if part.finish_reason == "error":
-                raise ApiError(500, f"generation failed: {part.error}", "generation_failed")
             for delta in part.deltas:
                 messages[part.index].add(delta)
                 if delta.kind == "call":
@@ -109,7 +92,7 @@ class Chunks:
             {
                 "index": i,
                 "message": self._message(i, accumulated.message()),
-                "logprobs": {"content": probabilities[i]} if self._with_logprobs else None,
+                "logprobs": {"content": probabilities[i]} if self._body.logprobs else None,
                 "finish_reason": reasons[i],
             }
             for i, accumulated in enumerate(messages)
@@ -126,27 +109,27 @@ class Chunks:
             ]
         return message
 
-    async def events(self, include_usage: bool | None) -> AsyncGenerator[bytes, None]:
-        """Server-sent events. Usage comes with the last choice's end, or, asked for, after it."""
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Chunks. Usage comes with the last choice's end, or, asked for, after it."""
         left = len(self._generation.choices)
         for choice in self._generation.choices:
             yield self._chunk(choice.index, {"role": "assistant"})
         async for part in self._generation.parts():
-            if part.finish_reason == "error":
-                yield routing.failed(part.error)
-                return
             self._unsent.setdefault(part.index, []).extend(self._logprobs(part))
             for delta in part.deltas:
                 yield self._chunk(part.index, self._delta(part.index, delta))
             if part.finish_reason is not None:
                 left -= 1
                 reason = finish_reason(part, self._call_id.count(part.index))
-                last = left == 0 and include_usage is None
+                last = left == 0 and self._body.include_usage is None
                 yield self._chunk(part.index, {}, reason, with_usage=last)
-        if include_usage:
+        if self._body.include_usage:
             head = self._head("chat.completion.chunk")
             yield event({**head, "choices": [], "usage": self._generation.usage().openai()})
         yield event("[DONE]")
+
+    def failed(self, error: ApiError) -> bytes:
+        return event(error.body())
 
     def _chunk(
         self,
@@ -157,7 +140,7 @@ class Chunks:
         with_usage: bool = False,
     ) -> bytes:
         choice: dict[str, Any] = {"index": index, "delta": delta, "finish_reason": reason}
-        if self._with_logprobs and self._unsent.get(index):
+        if self._body.logprobs and self._unsent.get(index):
             choice["logprobs"] = {"content": self._unsent.pop(index)}
         chunk = {**self._head("chat.completion.chunk"), "choices": [choice]}
         if with_usage:
@@ -179,7 +162,7 @@ class Chunks:
         return {"tool_calls": [call]}
 
     def _logprobs(self, part: Part) -> list[dict[str, Any]]:
-        if not self._with_logprobs or not part.logprobs:
+        if not self._body.logprobs or not part.logprobs:
             return []
         return logprobs.chat(self._state.tokenizer, part.ids, part.logprobs)
 

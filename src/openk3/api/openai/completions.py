@@ -5,10 +5,9 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 
 from openk3.api.openai import logprobs, prepare, routing
-from openk3.api.openai.connection import event, while_connected
+from openk3.api.openai.connection import event
 from openk3.api.openai.conversation import bad
 from openk3.api.openai.errors import ApiError, as_api_error
 from openk3.api.openai.generation import Generation, Unit
@@ -27,20 +26,7 @@ router = APIRouter()
 @router.post("/v1/completions")
 async def create(request: Request) -> Response:
     """Continuations of one or more prompts."""
-    state: Serving = request.app.state.serving
-    body = await routing.read_body(request, CompletionBody)
-    state.require_model(body.model)
-    name = f"cmpl-{state.new_id()}"
-    generation = await routing.begin(
-        state, request, lambda: units(state, body), name, body.cache_salt
-    )
-    writer = Texts(state, generation, body)
-    if body.stream:
-        return routing.stream(state, generation, writer.events())
-    try:
-        return JSONResponse(await while_connected(request, writer.whole()))
-    finally:
-        generation.close()
+    return await routing.answer(request, CompletionBody, units, Texts, "cmpl-")
 
 
 def units(state: Serving, body: CompletionBody) -> list[Unit]:
@@ -88,8 +74,8 @@ def _prompts(state: Serving, body: CompletionBody) -> list[list[int]]:
 class Texts:
     """Writes a generation as OpenAI's text completion or its chunks."""
 
-    def __init__(self, state: Serving, generation: Generation, body: CompletionBody) -> None:
-        self._state, self._generation, self._body = state, generation, body
+    def __init__(self, generation: Generation, body: CompletionBody) -> None:
+        self._state, self._generation, self._body = generation.state, generation, body
         self._created = int(time.time())
         self._offsets: dict[int, int] = {}
 
@@ -99,8 +85,6 @@ class Texts:
         texts = [self._echo(i) for i in range(number)]
         parts: list[list[Part]] = [[] for _ in range(number)]
         async for part in self._generation.parts():
-            if part.finish_reason == "error":
-                raise ApiError(500, f"generation failed: {part.error}", "generation_failed")
             texts[part.index] += _text(part)
             parts[part.index].append(part)
         choices = [
@@ -111,15 +95,11 @@ class Texts:
         return {**self._head(), "choices": choices, "usage": self._generation.usage().openai()}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events. Usage comes with the last choice's end, or, asked for, after it."""
-        include_usage = (self._body.stream_options or {}).get("include_usage")
+        """Chunks. Usage comes with the last choice's end, or, asked for, after it."""
         left = len(self._generation.choices)
         echoed: set[int] = set()
         waiting: dict[int, list[Part]] = {}
         async for part in self._generation.parts():
-            if part.finish_reason == "error":
-                yield routing.failed(part.error)
-                return
             waiting.setdefault(part.index, []).append(part)
             text = _text(part)
             if part.index not in echoed:
@@ -132,13 +112,16 @@ class Texts:
                       "finish_reason": part.finish_reason}  # fmt: skip
             chunk = {**self._head(), "choices": [choice]}
             left -= part.finish_reason is not None
-            if left == 0 and include_usage is None:
+            if left == 0 and self._body.include_usage is None:
                 chunk["usage"] = self._generation.usage().openai()
             yield event(chunk)
-        if include_usage:
+        if self._body.include_usage:
             usage = self._generation.usage().openai()
             yield event({**self._head(), "choices": [], "usage": usage})
         yield event("[DONE]")
+
+    def failed(self, error: ApiError) -> bytes:
+        return event(error.body())
 
     def _echo(self, index: int) -> str:
         ids = self._generation.units[index].prompt.ids

@@ -100,7 +100,7 @@ class Generation:
             ) from None  # fmt: skip
         for output in self._waiting:
             if output.finish_reason == "error":
-                raise ApiError(500, f"generation failed: {output.error}", "generation_failed")
+                raise _failed(output.error)
             if output.finish_reason == "abort" and not output.new_ids:
                 raise ApiError(
                     503, "the server is shutting down; send this to another one", "shutting_down",
@@ -108,7 +108,7 @@ class Generation:
                 )  # fmt: skip
 
     async def parts(self) -> AsyncIterator[Part]:
-        """The parts of all choices, until each has ended."""
+        """The parts of all choices, until each has ended. Raises ApiError when one fails."""
         assert self._stream is not None, "made by start()"
         outputs, self._waiting = self._waiting, []
         for output in outputs:
@@ -143,6 +143,8 @@ class Generation:
         if part.finish_reason is not None:
             assert self._stream is not None, "made by start()"
             self._stream.abort(choice.request_id)  # does nothing unless a stop string ended it
+        if part.finish_reason == "error":
+            raise _failed(part.error)
         return part
 
     def _count(self, choice: Choice, part: Part, now: float) -> None:
@@ -179,5 +181,9 @@ class Generation:
             prompt_tokens=sum(sizes),
             completion_tokens=sum(choice.num_ids for choice in self.choices),
             cached_tokens=sum(map(min, cached, sizes)),
-            reasoning_tokens=sum(getattr(unit.reader, "num_reasoning", 0) for unit in self.units),
+            reasoning_tokens=sum(unit.reader.num_reasoning for unit in self.units),
         )
+
+
+def _failed(reason: str | None) -> ApiError:
+    return ApiError(500, f"generation failed: {reason}", "generation_failed")

@@ -9,10 +9,11 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 
 from openk3._version import __version__
-from openk3.api.openai import conversation, prepare, routing
+from openk3.api.openai import conversation, prepare
 from openk3.api.openai.conversation import bad
 from openk3.api.openai.images import Pictures
 from openk3.api.openai.requests import DetokenizeBody, TokenizeBody
+from openk3.api.openai.routing import read_body, state_of
 from openk3.api.openai.state import Serving
 
 router = APIRouter()
@@ -23,11 +24,6 @@ PAGE_POLICY = (
     "connect-src 'self'; img-src data:; form-action 'none'; base-uri 'none'; "
     "frame-ancestors 'none'"
 )
-
-
-def state_of(request: Request) -> Serving:
-    """The server's state."""
-    return request.app.state.serving
 
 
 @router.get("/")
@@ -94,8 +90,7 @@ def _model(state: Serving) -> dict[str, Any]:
 async def tokenize(request: Request) -> Response:
     """Ids of a text, or of a conversation as the template renders it."""
     state = state_of(request)
-    body = await routing.read_body(request, TokenizeBody)
-    state.require_model(body.model)
+    body = await read_body(request, TokenizeBody)
     ids = await asyncio.to_thread(_tokenize, state, body)
     answer = {"count": len(ids), "max_model_len": state.max_context, "tokens": ids}
     if body.return_token_strs:
@@ -122,8 +117,7 @@ def _tokenize(state: Serving, body: TokenizeBody) -> list[int]:
 async def detokenize(request: Request) -> Response:
     """The text of ids."""
     state = state_of(request)
-    body = await routing.read_body(request, DetokenizeBody)
-    state.require_model(body.model)
+    body = await read_body(request, DetokenizeBody)
     for token_id in body.tokens:
         if not 0 <= token_id < state.tokenizer.vocab_size:
             raise bad(f"{token_id} is no token id", "tokens")

@@ -7,17 +7,28 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 MAX_CHOICES = 128
 
 
-class Body(BaseModel):
+class Exact(BaseModel):
     """Types are exact: "0.5" is no number, 1 is no boolean."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
 
-class Sampling(Body):
-    """Fields of both completions endpoints."""
+class Body(Exact):
+    """Any body may name the model that it is for."""
 
     model: str | None = None
+
+
+class AnswerBody(Body):
+    """What every body that asks for an answer may hold."""
+
     stream: bool | None = None
+    cache_salt: str | None = Field(default=None, max_length=256)
+
+
+class Sampling(AnswerBody):
+    """Fields of both completions endpoints."""
+
     stream_options: dict[str, Any] | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     temperature: float | None = Field(default=None, ge=0, le=2)
@@ -33,14 +44,17 @@ class Sampling(Body):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    cache_salt: str | None = Field(default=None, max_length=256)
 
     @model_validator(mode="after")
     def _options(self) -> "Sampling":
-        wanted = (self.stream_options or {}).get("include_usage")
-        if wanted is not None and not isinstance(wanted, bool):
+        if not isinstance(self.include_usage, (bool, type(None))):
             raise ValueError("stream_options.include_usage must be true or false")
         return self
+
+    @property
+    def include_usage(self) -> bool | None:
+        """Whether a stream ends with an event of usage; None puts it in the last choice's."""
+        return (self.stream_options or {}).get("include_usage")
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -48,7 +62,7 @@ class Sampling(Body):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
-class Thinking(Body):
+class Thinking(Exact):
     """Moonshot's switch. `keep` is accepted: thoughts always stay in the conversation."""
 
     type: Literal["enabled", "disabled"] | None = None
@@ -90,7 +104,6 @@ class CompletionBody(Sampling):
 class TokenizeBody(Body):
     """POST /tokenize: a text, or a conversation as for chat completions."""
 
-    model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -102,5 +115,4 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """POST /detokenize."""
 
-    model: str | None = None
     tokens: list[int]
