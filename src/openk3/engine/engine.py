@@ -247,7 +247,7 @@ class Engine:
         """Forget the host tier and give its memory back."""
         with self._lock:
             self._not_computing("drop_host")
-            self.memory.clear(pool=False)
+            self.memory.host.clear()
             self.runner.drop_host()
 
     def new_weights(self, version: str) -> None:

@@ -267,19 +267,17 @@ class Memory:
         self._arrivals.append((host, away, [(key, holding.end) for key in holding.keys]))
 
     def lose(self, kind: Kind, key: bytes) -> bool:
-        """Debug: forget what is found under a key, in every tier. Whether there was anything."""
+        """Forget what is found under a key, in every tier. Whether there was anything."""
         found = [(store, store.find(kind, key)) for store in self.tiers]
         for store, holding in found:
             if holding:
                 store.forget(holding)
         return any(holding for _, holding in found)
 
-    def clear(self, host: bool = True, pool: bool = True) -> None:
+    def clear(self) -> None:
         """Forget what could be reused."""
-        if pool:
-            self.pool.clear()
-        if host:
-            self.host.clear()
+        self.pool.clear()
+        self.host.clear()
 
     def new_weights(self, version: str) -> None:
         """Nothing of other weights can be found; no sequence may be open."""
