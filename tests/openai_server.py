@@ -81,7 +81,6 @@ def serving(
         keys=ApiKeys(keys),
         processor=processor,
         options=ServeOptions(**(options or {})),
-        hash_block=16,
     )
     sock = listen("127.0.0.1", 0)
     if send_buffer:

@@ -145,4 +145,5 @@ class ScriptedEngine:
             generated_tokens=self.num_generated,
             aborted=len(self.aborts),
             finished=sum(self.ended.values()),
+            hash_block=self.hash_block,
         )

@@ -56,8 +56,9 @@ def main(argv: list[str]) -> int:
 
     def say(url: str) -> None:
         seen = "text and pictures" if state.processor else "text"
+        block = state.service.stats().hash_block
         print(f"{state.model} at {url} ({url}/v1 for clients, {url}/ for people): {seen}, "
-              f"context {state.max_context} tokens, prefixes reused from {state.hash_block}, "
+              f"context {state.max_context} tokens, prefixes reused from {block}, "
               f"{keys.count} API key(s)",
               file=sys.stderr)  # fmt: skip
 
@@ -105,7 +106,6 @@ def open_state(options: Namespace, config: ServeConfig) -> "Serving":
         opened.model.config.vocab_size,
         processor=opened.processor,
         options=config.limits,
-        hash_block=config.engine.hash_block,
     )
     try:
         _ = state.grammars

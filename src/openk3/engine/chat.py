@@ -95,6 +95,12 @@ def chat_prompt(
     )
 
 
+def text_prompt(ids: Sequence[int], tokenizer: Tokenizer) -> Prompt:
+    """The prompt of a text; it begins after an end-of-text token if empty, as in training."""
+    ids = tuple(ids) or (tokenizer.eos_id,)
+    return Prompt(ids, num_tokens=len(ids))
+
+
 def _opened(template: Template) -> tuple[list[Segment], bool]:
     channel = "think" if template.thinking else "response"
     stub = [*markup.open_tag("message", role="assistant"), *markup.open_tag(channel)]

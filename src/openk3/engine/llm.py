@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from openk3.engine.chat import ChatReader, Prompt, Template, chat_prompt
+from openk3.engine.chat import ChatReader, Prompt, Template, chat_prompt, text_prompt
 from openk3.engine.choice import Choice, Part
 from openk3.engine.service import SteppedEngine
 from openk3.engine.text_stream import Reader, TextReader
@@ -108,10 +108,8 @@ class LLM:
         texts = [prompts] if isinstance(prompts, str) else prompts
         found = []
         for text in texts:
-            ids = self.tokenizer.encode(text) if isinstance(text, str) else list(text)
-            # a text begins after an end-of-text token, as in training
-            ids = ids or [self.tokenizer.eos_id]
-            found.append(Prompt(tuple(ids), num_tokens=len(ids)))
+            ids = self.tokenizer.encode(text) if isinstance(text, str) else text
+            found.append(text_prompt(ids, self.tokenizer))
         ends = () if params.ignore_eos else (self.tokenizer.eos_id,)
         params = replace(params, stop_ids=tuple({*params.stop_ids, *ends}))
         return self._run(found, params, n, lambda _: TextReader(self.tokenizer, stop), on_delta)

@@ -8,12 +8,11 @@ from fastapi import APIRouter, Request, Response
 
 from openk3.api.openai import logprobs, prepare, routing
 from openk3.api.openai.connection import event
-from openk3.api.openai.conversation import bad
-from openk3.api.openai.errors import ApiError, as_api_error
+from openk3.api.openai.errors import ApiError, as_api_error, bad
 from openk3.api.openai.generation import Generation, Unit
 from openk3.api.openai.requests import MAX_CHOICES, CompletionBody
 from openk3.api.openai.state import Serving
-from openk3.engine.chat import Prompt
+from openk3.engine.chat import Prompt, text_prompt
 from openk3.engine.choice import Part
 from openk3.engine.text_stream import TextReader
 from openk3.errors import OpenK3Error
@@ -35,25 +34,23 @@ def units(state: Serving, body: CompletionBody) -> list[Unit]:
         raise bad("is not supported", "suffix")
     if body.echo and body.logprobs is not None:
         raise bad("log-probabilities of the prompt are not supported", "echo")
-    lists = _prompts(state, body)
-    if len(lists) * (body.n or 1) > MAX_CHOICES:
+    prompts = _prompts(state, body)
+    if len(prompts) * (body.n or 1) > MAX_CHOICES:
         raise bad(f"more than {MAX_CHOICES} choices", "prompt")
     found = []
     try:
-        for ids in lists:
-            state.require_room(len(ids))
-            prompt = Prompt(tuple(ids), num_tokens=len(ids))
+        wanted = body.max_tokens or DEFAULT_MAX_TOKENS
+        for prompt in prompts:
+            state.require_room(prompt.num_tokens)
             for i in range(body.n or 1):
-                params = prepare.sampling(
-                    state, body, len(ids), body.max_tokens or DEFAULT_MAX_TOKENS, body.logprobs, i
-                )
+                params = prepare.sampling(state, body, prompt.num_tokens, wanted, body.logprobs, i)
                 found.append(Unit(prompt, params, TextReader(state.tokenizer, body.stops)))
     except OpenK3Error as error:
         raise as_api_error(error) from None
     return found
 
 
-def _prompts(state: Serving, body: CompletionBody) -> list[list[int]]:
+def _prompts(state: Serving, body: CompletionBody) -> list[Prompt]:
     given = body.prompt
     if not given and not isinstance(given, str):
         raise bad("must not be empty", "prompt")
@@ -64,11 +61,8 @@ def _prompts(state: Serving, body: CompletionBody) -> list[list[int]]:
         lists = [state.tokenizer.encode(p) if isinstance(p, str) else p for p in nested]
         lists = lists or [[p for p in given if isinstance(p, int)]]
     for ids in lists:
-        for token_id in ids:
-            if not 0 <= token_id < state.vocab_size:
-                raise bad(f"{token_id} is no token id below {state.vocab_size}", "prompt")
-    # a text begins after an end-of-text token, as in training
-    return [ids or [state.tokenizer.eos_id] for ids in lists]
+        state.require_ids(ids, "prompt")
+    return [text_prompt(ids, state.tokenizer) for ids in lists]
 
 
 class Texts:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from openk3.api.openai.errors import ApiError
+from openk3.api.openai.errors import bad
 from openk3.api.openai.images import Pictures
 from openk3.api.openai.requests import Thinking
 from openk3.engine.chat import Template
@@ -36,11 +36,6 @@ class Conversation:
     callable_tools: tuple[Mapping[str, Any], ...] = ()
     """The tools that the grammar allows."""
     parallel: bool = True
-
-
-def bad(message: str, param: str) -> ApiError:
-    """A 400 that names the field."""
-    return ApiError(400, f"{param}: {message}", "invalid_value", param)
 
 
 def read(

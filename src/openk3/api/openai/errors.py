@@ -71,6 +71,11 @@ class ApiError(Exception):
         return JSONResponse(body or self.body(), self.status, headers)
 
 
+def bad(message: str, param: str) -> ApiError:
+    """A 400 that names the field."""
+    return ApiError(400, f"{param}: {message}", "invalid_value", param)
+
+
 def as_api_error(error: OpenK3Error | ValidationError) -> ApiError:
     """What a caller is told of an error of ours, or of a body that does not fit its model."""
     if isinstance(error, ValidationError):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from openk3.api.openai.errors import ApiError
+from openk3.api.openai.errors import ApiError, bad
 from openk3.errors import DataError
 from openk3.text.image_file import open_image
 from openk3.text.xtml.content import IMAGE_PLACEHOLDER
@@ -35,24 +35,24 @@ class Pictures:
         parts = [self._part(part, f"{where}[{i}]") for i, part in enumerate(content)]
         if len(self.found) > before and role == "tool" and follows_tool:
             # results are sorted into the order of their calls, and pictures with them
-            raise _bad("of several neighbouring tool results, only the first can hold pictures",
+            raise bad("of several neighbouring tool results, only the first can hold pictures",
                        where)  # fmt: skip
         return parts
 
     def _part(self, part: Any, where: str) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind == "video_url":
-            raise _bad("videos are not supported", where)
+            raise bad("videos are not supported", where)
         if kind != "image_url":
             if kind != "text":
-                raise _bad("type must be text or image_url", where)
+                raise bad("type must be text or image_url", where)
             return part
         given = part.get("image_url")
         url = given.get("url") if isinstance(given, dict) else given
         if not isinstance(url, str):
-            raise _bad("image_url.url is missing", where)
+            raise bad("image_url.url is missing", where)
         if len(self.found) == self.max_images:
-            raise _bad(f"more than {self.max_images} pictures", where)
+            raise bad(f"more than {self.max_images} pictures", where)
         self.found.append(_bytes(url, where))
         return {"type": "image_url"}
 
@@ -60,12 +60,12 @@ class Pictures:
 def _bytes(url: str, where: str) -> bytes:
     lead = DATA_URL.match(url)
     if not lead:
-        raise _bad("a picture must be a data: URL (data:image/png;base64,...); this server "
+        raise bad("a picture must be a data: URL (data:image/png;base64,...); this server "
                    "fetches none", where)  # fmt: skip
     try:
         return base64.b64decode(url[lead.end() :], validate=True)
     except (binascii.Error, ValueError):
-        raise _bad("the data: URL is not valid base64", where) from None
+        raise bad("the data: URL is not valid base64", where) from None
 
 
 def decode(pictures: Sequence[bytes], max_pixels: int) -> list[Any]:
@@ -79,7 +79,3 @@ def decode(pictures: Sequence[bytes], max_pixels: int) -> list[Any]:
         max_pixels -= image.width * image.height
         opened.append(image)
     return opened
-
-
-def _bad(message: str, where: str) -> ApiError:
-    return ApiError(400, f"{where}: {message}", "invalid_value", where)

@@ -10,7 +10,7 @@ from fastapi.responses import HTMLResponse, JSONResponse
 
 from openk3._version import __version__
 from openk3.api.openai import conversation, prepare
-from openk3.api.openai.conversation import bad
+from openk3.api.openai.errors import bad
 from openk3.api.openai.images import Pictures
 from openk3.api.openai.requests import DetokenizeBody, TokenizeBody
 from openk3.api.openai.routing import read_body, state_of

@@ -18,6 +18,7 @@ GAUGES = {
     "k3:max_context_tokens": ("The longest sequence that fits", lambda s: s.max_context),
     "k3:cached_pages": ("Free pages that hold a reusable prefix", lambda s: s.cached_pages),
     "k3:host_pages": ("Pages in the host tier", lambda s: s.host_pages),
+    "k3:min_cacheable_tokens": ("The shortest prefix that is reused", lambda s: s.hash_block),
 }  # fmt: skip
 COUNTERS = {
     "vllm:prefix_cache_queries": ("Prompt tokens looked up", lambda s: s.prompt_tokens),
@@ -32,10 +33,10 @@ COUNTERS = {
 
 
 class Metrics:
-    """Counters of one server. `minimum`: tokens of the shortest prefix that can be reused."""
+    """Counters of one server."""
 
-    def __init__(self, model: str, minimum: int) -> None:
-        self.model, self.minimum = model, minimum
+    def __init__(self, model: str) -> None:
+        self.model = model
         self.registry = CollectorRegistry()
         self.engine = _EngineStats(model)
         self.registry.register(self.engine)
@@ -72,7 +73,7 @@ class Metrics:
 
     def render(self, stats: Stats) -> bytes:
         """The exposition text."""
-        self.engine.stats, self.engine.minimum = stats, self.minimum
+        self.engine.stats = stats
         return generate_latest(self.registry)
 
 
@@ -82,7 +83,6 @@ class _EngineStats(Collector):
     def __init__(self, model: str) -> None:
         self.model = model
         self.stats: Stats | None = None
-        self.minimum = 0
 
     def collect(self) -> list[Metric]:
         if self.stats is None:
@@ -96,8 +96,4 @@ class _EngineStats(Collector):
             counter = CounterMetricFamily(name, about, labels=["model_name"])
             counter.add_metric([self.model], read(self.stats))
             found.append(counter)
-        least = GaugeMetricFamily(
-            "k3:min_cacheable_tokens", "The shortest prefix that is reused", labels=["model_name"]
-        )
-        least.add_metric([self.model], self.minimum)
-        return [*found, least]
+        return found

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from openk3.api.openai import images
-from openk3.api.openai.conversation import Conversation, bad
-from openk3.api.openai.errors import ApiError, as_api_error
+from openk3.api.openai.conversation import Conversation
+from openk3.api.openai.errors import ApiError, as_api_error, bad
 from openk3.api.openai.generation import Unit
 from openk3.api.openai.requests import Sampling
 from openk3.api.openai.state import Serving
@@ -89,6 +89,7 @@ def sampling(
     """How choice number `choice` picks its tokens. Raises ApiError 400."""
     if state.options.official_sampling:
         _require_official(body)
+    state.require_ids(body.stop_token_ids or (), "stop_token_ids")
     ends = () if body.ignore_eos else (state.tokenizer.end_of_msg_id, state.tokenizer.eos_id)
     room = max(1, state.max_context - num_prompt)
     try:
@@ -103,7 +104,7 @@ def sampling(
             repetition_penalty=_or(body.repetition_penalty, 1.0),
             logit_bias=_biases(body.logit_bias or {}, state.vocab_size),
             logprobs=logprobs,
-            stop_ids=tuple({*ends, *_ids(body.stop_token_ids or [], state.vocab_size)}),
+            stop_ids=tuple({*ends, *(body.stop_token_ids or ())}),
             ignore_eos=body.ignore_eos is True,
             seed=None if body.seed is None else _wrapped(body.seed + choice),
         )
@@ -122,13 +123,6 @@ def _or(value: Any, default: Any) -> Any:
 
 def _wrapped(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
-
-
-def _ids(ids: list[int], vocab_size: int) -> list[int]:
-    for token_id in ids:
-        if not 0 <= token_id < vocab_size:
-            raise bad(f"{token_id} is no token id below {vocab_size}", "stop_token_ids")
-    return ids
 
 
 def _biases(given: Mapping[str, float], vocab_size: int) -> dict[int, float]:

@@ -6,7 +6,8 @@ from typing import Any
 from pydantic import Field
 
 from openk3.api.openai import prepare
-from openk3.api.openai.conversation import bad, joined_text, read
+from openk3.api.openai.conversation import joined_text, read
+from openk3.api.openai.errors import bad
 from openk3.api.openai.generation import Unit
 from openk3.api.openai.images import Pictures
 from openk3.api.openai.requests import AnswerBody, Sampling

@@ -1,14 +1,14 @@
 """What the routes share: the engine, the model's way with text, limits, counts."""
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from openk3._io import Clock, SystemClock
 from openk3.api.auth import ApiKeys
-from openk3.api.openai.errors import ApiError
+from openk3.api.openai.errors import ApiError, bad
 from openk3.api.openai.metrics import Metrics
 from openk3.api.openai.options import ServeOptions
 from openk3.engine.service import AsyncEngine
@@ -34,15 +34,13 @@ class Serving:
     """None for a model that sees no pictures."""
     options: ServeOptions = field(default_factory=ServeOptions)
     aliases: tuple[str, ...] = ()
-    hash_block: int = 0
-    """The least prompt that can be reused; 0 if not known."""
     clock: Clock = field(default_factory=SystemClock)
     new_id: Callable[[], str] = lambda: secrets.token_hex(12)
 
     @cached_property
     def metrics(self) -> Metrics:
         """Prometheus counters."""
-        return Metrics(self.model, self.hash_block)
+        return Metrics(self.model)
 
     @cached_property
     def grammars(self) -> "Grammars":
@@ -63,6 +61,12 @@ class Serving:
                 404, f"model {name!r:.100} does not exist; this server has {self.model!r}",
                 "model_not_found", "model",
             )  # fmt: skip
+
+    def require_ids(self, ids: Iterable[int], param: str) -> None:
+        """Raises ApiError 400 for a number that is no token id."""
+        for token_id in ids:
+            if not 0 <= token_id < self.vocab_size:
+                raise bad(f"{token_id} is no token id below {self.vocab_size}", param)
 
     def require_room(self, num_tokens: int) -> None:
         """Raises ApiError 400 for a prompt that leaves no room for an answer."""
