@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from data.helpers import EOT, make_dataset
 from openk3.data.dataset import Dataset, Split
 from openk3.data.loader import Batch, Loader, collate, eval_batches
+from openk3.data.mixture import Mixture, training_rows
 from openk3.data.permute import Permutation
-from openk3.data.rows import IGNORE, InOrder, Mixture, Windows, training_rows
+from openk3.data.rows import IGNORE, InOrder, Windows
 from openk3.errors import ConfigError, DataError, InputError
 
 LENGTHS = [3, 1, 5, 2, 40, 1, 1, 17, 4, 8]  # 82 tokens and 10 end-of-text tokens
@@ -274,7 +275,7 @@ def test_mixture_is_pure(tmp_path: Path) -> None:
 
 
 def test_mixture_shares_add_up() -> None:
-    from openk3.data.rows import _shares
+    from openk3.data.mixture import _shares
 
     assert _shares([1, 1, 1], 10) == [4, 3, 3]
     assert sum(_shares([0.123, 0.456, 7.89], 10_000)) == 10_000

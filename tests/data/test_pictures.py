@@ -12,8 +12,9 @@ from openk3.config import VisionConfig, preset
 from openk3.data.build_pictures import build_pictures, read_records
 from openk3.data.dataset import Dataset
 from openk3.data.loader import Loader, batches_in_order, collate
+from openk3.data.mixture import Mixture
 from openk3.data.pictures import PictureRows, PictureSplit, check_model, has_pictures
-from openk3.data.rows import IGNORE, Mixture, Windows
+from openk3.data.rows import IGNORE, Windows
 from openk3.errors import ConfigError, DataError, InputError
 from openk3.text.image import ImageProcessor, image_prompt
 from openk3.text.tokenizer import load as load_tokenizer

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from itertools import islice
 
 from openk3._io import sha256_file
-from openk3.config.recipe import DataRecipe, Recipe
+from openk3.config.recipe import Recipe
 from openk3.data.dataset import Dataset
 from openk3.data.loader import Batch, batches_in_order
+from openk3.data.mixture import training_rows
 from openk3.data.pictures import PictureRows, PictureSplit, check_model, has_pictures
-from openk3.data.rows import InOrder, Mixture, RowSource, Windows
+from openk3.data.rows import InOrder, RowSource
 from openk3.errors import ConfigError
 from openk3.parallel.world import World
 from openk3.text import special_tokens
@@ -69,20 +70,10 @@ def open_data(recipe: Recipe) -> Data:
             f"{datasets[0].path} has no split {settings.eval_split!r} to evaluate on; build it "
             'with --held-out above 0, or pass --data.eval_split "" to train without evaluation'
         )
-    sources = [_training_rows(dataset, settings) for dataset in datasets]
-    source = sources[0]
-    if len(sources) > 1:
-        weights = settings.weights or tuple(d.split("train").num_tokens for d in datasets)
-        source = Mixture(sources, weights, settings.seed)
+    splits = [dataset.split("train") for dataset in datasets]
+    source = training_rows(splits, settings.sequence_tokens, settings.seed, settings.weights)
     hashes = [sha256_file(d.path / "index.json")[:16] for d in datasets]
     return Data(datasets, source, "+".join(hashes))
-
-
-def _training_rows(dataset: Dataset, settings: DataRecipe) -> RowSource:
-    split = dataset.split("train")
-    if has_pictures(dataset):
-        return PictureRows(PictureSplit(split), settings.sequence_tokens, settings.seed)
-    return Windows(split, settings.sequence_tokens, settings.seed)
 
 
 def with_special_ids(recipe: Recipe, dataset: Dataset) -> Recipe:
