@@ -114,26 +114,9 @@ def expert_by_expert(
         if end > start:
             group = torch.tensor([end - start], dtype=torch.int32, device=rows.device)
             w1, w3, w2 = (weight[None] for weight in matrices(expert))
-            piece = grouped_mlp(rows[start:end], group, w1, w3, w2, betas, mxfp8_inputs)
+            piece = moe.grouped_mlp(
+                rows[start:end], group, w1, w3, w2, *betas, mxfp8_inputs=mxfp8_inputs
+            )
             pieces.append(piece)
             start = end
     return torch.cat(pieces) if pieces else rows.new_zeros(rows.shape)
-
-
-def grouped_mlp(
-    rows: Tensor,
-    offsets: Tensor,
-    w1: Tensor,
-    w3: Tensor,
-    w2: Tensor,
-    betas: tuple[float, float | None],
-    mxfp8_inputs: bool,
-) -> Tensor:
-    """`moe.grouped_mlp`, with the input of each product passed through MXFP8 if asked for."""
-    if not mxfp8_inputs:
-        return moe.grouped_mlp(rows, offsets, w1, w3, w2, *betas)
-    rows = mx.fake_quantize(rows, "mxfp8")
-    gate = moe.grouped_linear(rows, w1, offsets)
-    up = moe.grouped_linear(rows, w3, offsets)
-    inner = mx.fake_quantize(moe.situ_glu(gate, up, *betas), "mxfp8")
-    return moe.grouped_linear(inner, w2, offsets)

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from openk3.checkpoint.experts.packed import PackedExperts, grouped_mlp
+from openk3.checkpoint.experts.packed import PackedExperts
 from openk3.checkpoint.experts.streamed import StreamedExperts
 from openk3.errors import InputError
 from openk3.model import K3
 from openk3.model.ports import routed_by_sorting
-from openk3.ops import mx
+from openk3.ops import moe, mx
 
 
 class QatExperts(nn.Module):
@@ -30,7 +30,9 @@ class QatExperts(nn.Module):
     def sorted_rows(self, rows: Tensor, offsets: Tensor) -> Tensor:
         """rows [R, L] grouped by expert, offsets [E] (end of each group) -> [R, L]."""
         w1, w3, w2 = (mx.fake_quantize(weight) for weight in (self.w1, self.w3, self.w2))
-        return grouped_mlp(rows, offsets, w1, w3, w2, self.betas, self.mxfp8_inputs)
+        return moe.grouped_mlp(
+            rows, offsets, w1, w3, w2, *self.betas, mxfp8_inputs=self.mxfp8_inputs
+        )
 
     def routed(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x [T, L], ids and weights [T, k] -> the weighted sum of each token's experts [T, L]."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from openk3.ops import mx
 from openk3.ops.backends import Backend, BackendTable, always
 from openk3.ops.moe.situ import situ_glu
 from openk3.ops.triton_support import triton_runs
@@ -87,11 +88,20 @@ def grouped_mlp(
     w2: Tensor,
     beta1: float = 4.0,
     beta2: float | None = 25.0,
+    *,
+    mxfp8_inputs: bool = False,
 ) -> Tensor:
-    """w2(SiTU(w1 x, w3 x)) of each row's expert. rows [R, L] grouped by expert -> [R, L]."""
+    """w2(SiTU(w1 x, w3 x)) of each row's expert. rows [R, L] grouped by expert -> [R, L].
+
+    offsets [E] int32; w1, w3 [E, F, L], w2 [E, L, F]. mxfp8_inputs rounds the input of each
+    product to MXFP8, with a straight-through gradient.
+    """
+    rows = mx.fake_quantize(rows, "mxfp8") if mxfp8_inputs else rows
     gate = grouped_linear(rows, w1, offsets)
     up = grouped_linear(rows, w3, offsets)
-    return grouped_linear(situ_glu(gate, up, beta1, beta2), w2, offsets)
+    inner = situ_glu(gate, up, beta1, beta2)
+    inner = mx.fake_quantize(inner, "mxfp8") if mxfp8_inputs else inner
+    return grouped_linear(inner, w2, offsets)
 
 
 def _reference() -> Any:
