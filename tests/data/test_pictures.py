@@ -12,9 +12,9 @@ from openk3.config import VisionConfig, preset
 from openk3.data.build_pictures import build_pictures, read_records
 from openk3.data.dataset import Dataset
 from openk3.data.loader import Loader, batches_in_order, collate
-from openk3.data.mixture import Mixture
+from openk3.data.mixture import training_rows
 from openk3.data.pictures import PictureRows, PictureSplit, check_model, has_pictures
-from openk3.data.rows import IGNORE, Windows
+from openk3.data.rows import IGNORE
 from openk3.errors import ConfigError, DataError, InputError
 from openk3.text.image import ImageProcessor, image_prompt
 from openk3.text.tokenizer import load as load_tokenizer
@@ -142,9 +142,7 @@ def test_text_and_pictures_mix(dataset, pictures, tmp_path):
     text = make_dataset(tmp_path / "text", [40, 50])
     for name in ("vocab_size", "eot_id", "tokenizer_sha256"):
         setattr(text, name, getattr(dataset, name))
-    mixed = Mixture(
-        [PictureRows(pictures, 80, 0), Windows(text.split("train"), 80, 0)], [1, 1], seed=0
-    )
+    mixed = training_rows([pictures.split, text.split("train")], 80, seed=0, weights=[1, 1])
     rows = [mixed.row(i) for i in range(40)]
     kinds = {row.patches is not None for row in rows}
     assert kinds == {True, False}

@@ -3,17 +3,17 @@
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openk3.errors import CheckpointError, ConfigError, DataError, InputError
 from openk3.obs.progress import Progress
 from openk3.text.special_tokens import END_OF_MSG, EOS
 
 if TYPE_CHECKING:
     from openk3.checkpoint.experts import CacheStats
     from openk3.model.k3 import K3
-    from openk3.text.image import ImageInputs
+    from openk3.text.image import ImageInputs, ImageProcessor
     from openk3.text.tokenizer import Tokenizer
 
 Say = Callable[[str], object]
@@ -21,41 +21,22 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Speaker:
-    """A model, its tokenizer, and the folder they came from.
-
-    Raises DataError for a tokenizer with ids that the model has no row for.
-    """
+    """A model, its tokenizer, and how its pictures are prepared; None where it sees none."""
 
     model: "K3"
     tokenizer: "Tokenizer"
-    folder: Path
-
-    def __post_init__(self) -> None:
-        rows, num_ids = self.model.config.vocab_size, self.tokenizer.vocab_size
-        if num_ids > rows:
-            raise DataError(
-                f"{self.folder}: its tokenizer has {num_ids} ids, config.json a vocab_size of "
-                f"{rows}: the tokenizer is of another vocabulary"
-            )
+    processor: "ImageProcessor | None"
 
     def look(self, paths: Sequence[Path]) -> "ImageInputs":
         """Prepare pictures as this model wants them.
 
-        Raises DataError naming a bad one, ConfigError for a preprocessor of another model.
+        Raises DataError naming a bad one, InputError for a model that sees none.
         """
         from openk3.model.media import require_vision
-        from openk3.text.image import CONFIG_NAME, ImageProcessor
 
-        vision = require_vision(self.model.config)
-        sizes = {"patch_size": vision.patch_size, "merge_size": vision.merge_kernel_size[0]}
-        processor = ImageProcessor.load(self.folder, **sizes)
-        for name, size in sizes.items():
-            if getattr(processor, name) != size:
-                raise ConfigError(
-                    f"{self.folder / CONFIG_NAME}: {name} is {getattr(processor, name)}, the "
-                    f"model's vision_config says {size}"
-                )
-        return processor(paths)
+        require_vision(self.model.config)
+        assert self.processor is not None, "a model with a vision tower has a processor"
+        return self.processor(paths)
 
     def stream_stats(self) -> "CacheStats | None":
         """Counts of the expert cache, if experts are streamed."""
@@ -135,41 +116,15 @@ def add_options(parser: ArgumentParser, max_tokens: int | None) -> None:
 def open_speaker(
     path: Path, device: str = "auto", dtype: str = "auto", expert_cache_gb: float | None = None
 ) -> Speaker:
-    """The model in a run folder, in one of its checkpoints, or in a published-format folder.
+    """`engine.folder.open_folder`, with a progress bar for folders in the published format."""
+    from openk3.engine.folder import open_folder
 
-    With expert_cache_gb the experts of a published-format folder are streamed from disk. Raises
-    CheckpointError or DataError saying what is missing.
-    """
-    import torch
-
-    from openk3.checkpoint.trained import is_training_output, load_trained
-    from openk3.parallel.world import pick_device
-    from openk3.text.tokenizer import load as load_tokenizer
-
-    place = pick_device(device)
-    name = dtype if dtype != "auto" else ("bfloat16" if place.type == "cuda" else "float32")
-    kind = getattr(torch, name)
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is no folder; train a model with k3 quickstart first")
-    if is_training_output(path):
-        if expert_cache_gb is not None:
-            raise InputError(
-                f"{path} is a training run, whose experts cannot be streamed; convert it first: "
-                f"k3 convert {path} FOLDER"
-            )
-        trained = load_trained(path, device=place, dtype=kind)
-        home = path if (path / "checkpoints").is_dir() else path.parent.parent
-        return Speaker(trained.model, load_tokenizer(home), home)
-    from openk3 import checkpoint
-
-    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    with Progress(size, "loading", "B") as bar:
-        model = checkpoint.load(
-            path,
-            device=place,
-            dtype=kind,
-            experts="dequant" if expert_cache_gb is None else "stream",
-            expert_cache_gb=expert_cache_gb,
-            progress=bar.advance,
-        )
-    return Speaker(model, load_tokenizer(path), path)
+    open_model = partial(
+        open_folder, path, device=device, dtype=dtype, expert_cache_gb=expert_cache_gb
+    )
+    if size := sum(file.stat().st_size for file in path.glob("*.safetensors")):
+        with Progress(size, "loading", "B") as bar:
+            opened = open_model(progress=bar.advance)
+    else:
+        opened = open_model()
+    return Speaker(opened.model, opened.tokenizer, opened.processor)
