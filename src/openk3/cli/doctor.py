@@ -41,6 +41,8 @@ K3_FACTS: dict[str, Any] = {
     "needs_grad": False,
     "with_states": False,
     "taps": 4,
+    "num_experts": 896,
+    "widths": (3584, 3072),
 }
 """What the backends are asked about, besides device and dtype: a plain call at K3's own sizes."""
 
@@ -174,16 +176,16 @@ def _backends(torch: Any) -> Iterator[Finding]:
 
 
 def tables() -> list[Any]:
-    """The backend table of every op, found in the packages of `openk3.ops`."""
+    """The backend table of every op, found in the modules of `openk3.ops`."""
     from openk3 import ops
     from openk3.ops.backends import BackendTable
 
     found = []
-    for module in pkgutil.iter_modules(ops.__path__):
+    for module in pkgutil.walk_packages(ops.__path__, "openk3.ops."):
         try:
-            table = getattr(importlib.import_module(f"openk3.ops.{module.name}"), "BACKENDS", None)
+            table = getattr(importlib.import_module(module.name), "BACKENDS", None)
         except ModuleNotFoundError as error:
-            if error.name != "triton":
+            if (error.name or "").partition(".")[0] != "triton":
                 raise
             continue  # a file of kernels, which is no table
         if isinstance(table, BackendTable):

@@ -27,8 +27,9 @@ class Backend:
 
     Takes facts it does not know (`**_`): all tables are asked the same ones by `k3 doctor`.
     """
-    load: Callable[[], Callable[..., Any]]
-    """Import and return the implementation; called only when chosen."""
+    load: Callable[[], Any]
+    """Import and return the implementation, a function or what holds several; called only when
+    chosen."""
 
 
 class BackendTable:
@@ -86,3 +87,16 @@ class BackendTable:
 def always(**_: Any) -> tuple[bool, str]:
     """The predicate of a reference backend."""
     return True, "plain torch, always available"
+
+
+def triton_or_reference(
+    op: str,
+    usable: Callable[..., tuple[bool, str]],
+    triton: Callable[[], Any],
+    reference: Callable[[], Any],
+    *,
+    needs: str = "an NVIDIA GPU and the triton package",
+) -> BackendTable:
+    """The table of an op with Triton kernels, `usable` where that says so, and a reference."""
+    backends = [Backend("triton", needs, usable, triton)]
+    return BackendTable(op, [*backends, Backend("reference", "nothing", always, reference)])

@@ -10,14 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from openk3.errors import InputError
-from openk3.ops.backends import Backend, BackendTable, always
+from openk3.ops.backends import triton_or_reference
 from openk3.ops.packed import Gather, Scatter, check_offsets, sequence_lengths, spaced_layout
 from openk3.ops.precision import wide_dtype
 from openk3.ops.triton_support import triton_runs
-
-
-def _reference() -> Any:
-    return short_conv_reference
 
 
 def _triton() -> Any:
@@ -34,13 +30,7 @@ def _triton_usable(
     return triton_runs(device)
 
 
-BACKENDS = BackendTable(
-    "conv",
-    [
-        Backend("triton", "an NVIDIA GPU and the triton package", _triton_usable, _triton),
-        Backend("reference", "nothing", always, _reference),
-    ],
-)
+BACKENDS = triton_or_reference("conv", _triton_usable, _triton, lambda: short_conv_reference)
 
 
 def short_conv(

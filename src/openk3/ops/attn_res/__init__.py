@@ -7,7 +7,7 @@ from torch import Tensor
 
 from openk3.errors import InputError
 from openk3.ops.attn_res.reference import mix_reference
-from openk3.ops.backends import Backend, BackendTable, always
+from openk3.ops.backends import triton_or_reference
 from openk3.ops.norm import rms_norm
 from openk3.ops.triton_support import row_kernel_runs
 
@@ -27,23 +27,13 @@ class _Reference:
         return rms_norm(mixed, out_weight, out_eps, backend="reference")
 
 
-def _reference() -> Any:
-    return _Reference
-
-
 def _triton() -> Any:
     from openk3.ops.attn_res import triton_mix
 
     return triton_mix
 
 
-BACKENDS = BackendTable(
-    "attn_res",
-    [
-        Backend("triton", "an NVIDIA GPU and the triton package", row_kernel_runs, _triton),
-        Backend("reference", "nothing", always, _reference),
-    ],
-)
+BACKENDS = triton_or_reference("attn_res", row_kernel_runs, _triton, lambda: _Reference)
 
 
 def mix(

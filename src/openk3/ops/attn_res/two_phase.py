@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from openk3.errors import InputError
-from openk3.ops.backends import Backend, BackendTable, always
+from openk3.ops.backends import triton_or_reference
 from openk3.ops.norm import rms_norm
 from openk3.ops.triton_support import triton_runs
 
@@ -65,10 +65,6 @@ class _Reference:
         return mixed if out_norm is None else rms_norm(mixed, *out_norm, backend="reference")
 
 
-def _reference() -> Any:
-    return _Reference
-
-
 def _triton() -> Any:
     from openk3.ops.attn_res import triton_two_phase
 
@@ -83,13 +79,7 @@ def _triton_usable(
     return triton_runs(device)
 
 
-BACKENDS = BackendTable(
-    "attn_res_two_phase",
-    [
-        Backend("triton", "an NVIDIA GPU and the triton package", _triton_usable, _triton),
-        Backend("reference", "nothing", always, _reference),
-    ],
-)
+BACKENDS = triton_or_reference("attn_res_two_phase", _triton_usable, _triton, lambda: _Reference)
 
 
 def block_partials(
@@ -115,9 +105,8 @@ def block_partials(
             f"[Q, {first.shape[-1]}] with Q at most 32"
         )
     chosen = BACKENDS.resolve(backend, device=first.device, dtype=first.dtype, dim=dim)
-    implementation: Any = chosen.load()
     with torch.no_grad():
-        return implementation.block_partials(sources, queries, norm_weights, eps)
+        return chosen.load().block_partials(sources, queries, norm_weights, eps)
 
 
 def merge_running(
@@ -134,7 +123,8 @@ def merge_running(
     """Phase two: mix([finished blocks..., running]) [T, D] from one query's phase-one result.
 
     partial [T, D], lse [T], running [T, D], query and norm_weight [D]. With out_norm (weight [D],
-    eps) returns the RMSNorm of the mix, in the same pass. No gradient. Raises BackendError.
+    eps) returns the RMSNorm of the mix, in the same pass. No gradient. Raises InputError,
+    BackendError.
     """
     dim = running.shape[-1]
     if partial.shape != running.shape or lse.shape != running.shape[:-1]:
@@ -143,8 +133,7 @@ def merge_running(
             "must be [T, D], [T], [T, D]"
         )
     chosen = BACKENDS.resolve(backend, device=running.device, dtype=running.dtype, dim=dim)
-    implementation: Any = chosen.load()
     with torch.no_grad():
-        return implementation.merge_running(
+        return chosen.load().merge_running(
             partial, lse, running, query.reshape(-1), norm_weight, eps, out_norm
         )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from openk3.errors import InputError
-from openk3.ops.backends import Backend, BackendTable, always
+from openk3.ops.backends import triton_or_reference
 from openk3.ops.triton_support import triton_runs
 
 TAPS = 4
@@ -90,13 +90,7 @@ def _triton_usable(
     return triton_runs(device)
 
 
-BACKENDS = BackendTable(
-    "kda_decode",
-    [
-        Backend("triton", "an NVIDIA GPU and the triton package", _triton_usable, _triton),
-        Backend("reference", "nothing", always, _reference),
-    ],
-)
+BACKENDS = triton_or_reference("kda_decode", _triton_usable, _triton, _reference)
 
 
 def pack_taps(conv_weights: Sequence[Tensor], heads: int) -> Tensor:

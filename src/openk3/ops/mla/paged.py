@@ -12,13 +12,9 @@ import torch
 from torch import Tensor
 
 from openk3.errors import InputError
-from openk3.ops.backends import Backend, BackendTable, always
+from openk3.ops.backends import triton_or_reference
 from openk3.ops.precision import wide_dtype
 from openk3.ops.triton_support import triton_runs
-
-
-def _reference() -> Any:
-    return latent_attention_reference
 
 
 def _triton() -> Any:
@@ -37,12 +33,8 @@ def _triton_usable(
     return triton_runs(device)
 
 
-BACKENDS = BackendTable(
-    "mla_paged",
-    [
-        Backend("triton", "an NVIDIA GPU and the triton package", _triton_usable, _triton),
-        Backend("reference", "nothing", always, _reference),
-    ],
+BACKENDS = triton_or_reference(
+    "mla_paged", _triton_usable, _triton, lambda: latent_attention_reference
 )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from openk3.errors import InputError
-from openk3.ops.backends import Backend, BackendTable, always
+from openk3.ops.backends import triton_or_reference
 from openk3.ops.moe.balance import NUM_BINS, count_margins
 from openk3.ops.moe.router import route_reference, router_kernel_runs
 
@@ -28,22 +28,14 @@ class LatentRouting(NamedTuple):
     """[T] float32, the (k+1)-th biased score (eq. 14's alpha)."""
 
 
-def _reference() -> Any:
-    return latent_route_reference
-
-
 def _triton() -> Any:
     from openk3.ops.moe.triton_entrance import latent_route_triton
 
     return latent_route_triton
 
 
-BACKENDS = BackendTable(
-    "latent_route",
-    [
-        Backend("triton", "an NVIDIA GPU and the triton package", router_kernel_runs, _triton),
-        Backend("reference", "nothing", always, _reference),
-    ],
+BACKENDS = triton_or_reference(
+    "latent_route", router_kernel_runs, _triton, lambda: latent_route_reference
 )
 
 

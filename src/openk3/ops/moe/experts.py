@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from openk3.ops import mx
-from openk3.ops.backends import Backend, BackendTable, always
+from openk3.ops.backends import triton_or_reference
 from openk3.ops.moe.situ import situ_glu
 from openk3.ops.triton_support import triton_runs
 
@@ -104,10 +104,6 @@ def grouped_mlp(
     return grouped_linear(inner, w2, offsets)
 
 
-def _reference() -> Any:
-    return expert_mlp_reference
-
-
 def _triton() -> Any:
     from openk3.ops.moe.routed import routed_experts
 
@@ -128,12 +124,12 @@ def _triton_usable(
     return usable, reason
 
 
-BACKENDS = BackendTable(
+BACKENDS = triton_or_reference(
     "experts",
-    [
-        Backend("triton", "a Hopper or newer GPU and the triton package", _triton_usable, _triton),
-        Backend("reference", "nothing", always, _reference),
-    ],
+    _triton_usable,
+    _triton,
+    lambda: expert_mlp_reference,
+    needs="a Hopper or newer GPU and the triton package",
 )
 
 

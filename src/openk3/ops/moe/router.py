@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from openk3.ops.backends import Backend, BackendTable, always
+from openk3.ops.backends import triton_or_reference
 from openk3.ops.precision import wide_dtype
 from openk3.ops.triton_support import triton_runs
 
@@ -27,10 +27,6 @@ class Routing:
     """[T, E] float32 sigmoid scores, without bias."""
     cutoff: Tensor
     """[T] float32, the (k+1)-th largest biased score (eq. 14's alpha); no gradient."""
-
-
-def _reference() -> Any:
-    return route_reference
 
 
 def _triton() -> Any:
@@ -51,13 +47,7 @@ def router_kernel_runs(
     return triton_runs(device)
 
 
-BACKENDS = BackendTable(
-    "router",
-    [
-        Backend("triton", "an NVIDIA GPU and the triton package", router_kernel_runs, _triton),
-        Backend("reference", "nothing", always, _reference),
-    ],
-)
+BACKENDS = triton_or_reference("router", router_kernel_runs, _triton, lambda: route_reference)
 
 
 def route(

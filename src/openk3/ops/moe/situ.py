@@ -5,12 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openk3.ops.backends import Backend, BackendTable, always
+from openk3.ops.backends import triton_or_reference
 from openk3.ops.triton_support import row_kernel_runs
-
-
-def _reference() -> Any:
-    return situ_reference
 
 
 def _triton() -> Any:
@@ -19,13 +15,7 @@ def _triton() -> Any:
     return situ_triton
 
 
-BACKENDS = BackendTable(
-    "situ",
-    [
-        Backend("triton", "an NVIDIA GPU and the triton package", row_kernel_runs, _triton),
-        Backend("reference", "nothing", always, _reference),
-    ],
-)
+BACKENDS = triton_or_reference("situ", row_kernel_runs, _triton, lambda: situ_reference)
 
 
 def situ_glu(

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from openk3.ops.backends import Backend, BackendTable, always
+from openk3.ops.backends import triton_or_reference
 from openk3.ops.norm.reference import (
     gated_head_norm,
     l2_norm,
@@ -16,23 +16,13 @@ from openk3.ops.triton_support import row_kernel_runs
 __all__ = ["BACKENDS", "gated_head_norm", "l2_norm", "rms_norm", "rms_norm_wide"]
 
 
-def _reference() -> Any:
-    return rms_norm_reference
-
-
 def _triton() -> Any:
     from openk3.ops.norm.triton_norm import rms_norm_triton
 
     return rms_norm_triton
 
 
-BACKENDS = BackendTable(
-    "norm",
-    [
-        Backend("triton", "an NVIDIA GPU and the triton package", row_kernel_runs, _triton),
-        Backend("reference", "nothing", always, _reference),
-    ],
-)
+BACKENDS = triton_or_reference("norm", row_kernel_runs, _triton, lambda: rms_norm_reference)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: str | None = None) -> Tensor:
