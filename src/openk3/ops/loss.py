@@ -11,7 +11,7 @@ from torch import Tensor
 
 from openk3.errors import InputError
 from openk3.ops.precision import wide_dtype
-from openk3.ops.triton_support import launch, triton_runs
+from openk3.ops.triton_support import launch, power_of_two, triton_runs
 
 IGNORE = -100
 
@@ -121,7 +121,7 @@ def chunk_triton(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
     num_rows, vocab = logits.shape
     losses = logits.new_empty(num_rows, dtype=torch.float32)
-    block = min(4096, max(32, 1 << (vocab - 1).bit_length()))
+    block = min(4096, power_of_two(vocab, 32))
     launch(
         loss_kernels.loss_rows, (num_rows,), logits, targets.contiguous(), losses, vocab,
         IGNORE=IGNORE, BLOCK=block, num_warps=max(1, min(8, block // 256)),

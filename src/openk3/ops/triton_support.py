@@ -31,6 +31,11 @@ def row_kernel_runs(
     return triton_runs(device)
 
 
+def power_of_two(n: int, least: int = 1) -> int:
+    """The least power of two that is at least n and `least`, itself one: lengths of vectors."""
+    return max(least, 1 << (n - 1).bit_length())
+
+
 @cache
 def num_sms(device: torch.device) -> int:
     """Streaming multiprocessors; 2 on a CPU, where kernels run in Triton's interpreter."""

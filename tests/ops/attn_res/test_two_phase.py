@@ -99,6 +99,8 @@ def test_refusals():
         two_phase.block_partials(blocks, queries, norms, backend="triton")
     with pytest.raises(InputError, match=r"\[T, D\]"):
         two_phase.merge_running(running[:1], running[:, 0], running, queries[0], norms[0])
+    with pytest.raises(InputError, match=r"must be \[64\]"):
+        two_phase.merge_running(running, running[:, 0], running, queries[0, :32], norms[0])
     assert two_phase.plan_bytes(1, 1, 1, 1, 1).one_phase == 2
     with pytest.raises(InputError, match="at least 1"):
         two_phase.plan_bytes(0, 1, 1, 1)

@@ -228,6 +228,8 @@ def test_wrong_shapes_are_named():
     options = {**pool, "slots": torch.tensor([0, 1]), **layer.weights}
     with pytest.raises(InputError, match="conv_state must be"):
         kda_decode(*layer.x, **options | {"conv_state": pool["conv_state"][:, :, :3]})
+    with pytest.raises(InputError, match="dt_bias must be"):
+        kda_decode(*layer.x, **options | {"dt_bias": layer.weights["dt_bias"][1:]})
     with pytest.raises(InputError, match="state must be float32"):
         kda_decode(*layer.x, **options | {"state": pool["state"].double()})
     with pytest.raises(InputError, match="belong together"):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from openk3.ops.attn_res import kernels
 from openk3.ops.norm.triton_norm import rms_norm_backward
-from openk3.ops.row_kernels import row_layout
+from openk3.ops.row_kernels import few_warps, row_layout, row_meta
 from openk3.ops.triton_support import launch, num_sms
 
 
@@ -36,7 +36,7 @@ def forward_launch(num_sources: int, dim: int, dtype: torch.dtype) -> Launch:
     if dtype == torch.bfloat16 and row_layout(dim, dtype)[2] == 1024:
         per_sm = 2 if num_sources <= 3 else 1
         return Launch(8, per_sm, min(3, num_sources), min(3, num_sources))
-    return Launch(_few_warps(dim, dtype), 4, min(2, num_sources), 0)
+    return Launch(few_warps(dim, dtype), 4, min(2, num_sources), 0)
 
 
 @cache
@@ -45,20 +45,11 @@ def backward_launch(num_sources: int, dim: int, dtype: torch.dtype) -> Launch:
         if num_sources <= 3:
             return Launch(8, 1, num_sources, num_sources, num_sources)
         return Launch(8, 1, 3, 2)
-    return Launch(_few_warps(dim, dtype), 4, min(2, num_sources), 0)
-
-
-def _few_warps(dim: int, dtype: torch.dtype) -> int:
-    return max(1, min(8, row_layout(dim, dtype)[2] // 64))
+    return Launch(few_warps(dim, dtype), 4, min(2, num_sources), 0)
 
 
 def _meta(x: Tensor, config: Launch) -> dict[str, object]:
-    packed, n, c = row_layout(x.shape[1], x.dtype)
-    return {
-        "D": x.shape[1], "PACKED": packed, "N": n, "C": c,
-        "VEC": max(1, c // (32 * config.num_warps)), "GROUP": config.group, "AHEAD": config.ahead,
-        "ASM": x.is_cuda, "num_warps": config.num_warps,
-    }  # fmt: skip
+    return {**row_meta(x, config.num_warps), "GROUP": config.group, "AHEAD": config.ahead}
 
 
 def _grid(tokens: int, config: Launch, device: torch.device) -> tuple[int]:

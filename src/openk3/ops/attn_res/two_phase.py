@@ -132,6 +132,10 @@ def merge_running(
             f"partial {list(partial.shape)}, lse {list(lse.shape)}, running {list(running.shape)} "
             "must be [T, D], [T], [T, D]"
         )
+    if query.numel() != dim or norm_weight.shape != (dim,):
+        raise InputError(
+            f"query {list(query.shape)} and norm_weight {list(norm_weight.shape)} must be [{dim}]"
+        )
     chosen = BACKENDS.resolve(backend, device=running.device, dtype=running.dtype, dim=dim)
     with torch.no_grad():
         return chosen.load().merge_running(

@@ -54,10 +54,13 @@ class Step(NamedTuple):
     slots: Tensor
     """[B] int32"""
     A_log: Tensor
+    """[H]"""
     dt_bias: Tensor
+    """[H * D]"""
     lower_bound: float
     scale: float
     norm_weight: Tensor
+    """[D]"""
     eps: float
     pending: Pending | None
     accepted: Tensor | None
@@ -179,6 +182,7 @@ def _check(step: Step) -> None:
         "slots": (step.slots, (batch,)),
         "windows": (step.windows, (batch,)),
         "A_log": (step.A_log, (heads,)),
+        "dt_bias": (step.dt_bias, (heads * width,)),
         "norm_weight": (step.norm_weight, (width,)),
     }
     if (step.pending is None) != (step.accepted is None):

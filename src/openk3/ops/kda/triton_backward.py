@@ -6,10 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from openk3.ops.kda.segments import BLOCK
 from openk3.ops.kda.triton_forward import Saved, Scratch, fold, prepare
 from openk3.ops.kda.triton_grads import grads_kernel
 from openk3.ops.kda.triton_pairs import pairs_kernel
-from openk3.ops.kda.triton_problem import BLOCK, TILE, TUNING, Inputs, Problem, strides
+from openk3.ops.kda.triton_problem import TILE, TUNING, Inputs, Problem, strides
 from openk3.ops.kda.triton_scan import scan_backward_kernel
 from openk3.ops.triton_support import launch_named
 

@@ -10,7 +10,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from openk3.ops.kda.triton_problem import BLOCK, TILE, TUNING, Inputs, Problem
+from openk3.ops.kda.segments import BLOCK
+from openk3.ops.kda.triton_problem import TILE, TUNING, Inputs, Problem
 from openk3.ops.kda.triton_scan import scan_forward_kernel
 from openk3.ops.kda.triton_segments import fold_kernel
 from openk3.ops.kda.triton_tiles import prepare_kernel
@@ -138,7 +139,16 @@ def forward(
     return o, final, states, Saved(u, checkpoints, transition)
 
 
-def fold(p: Problem, cu: Tensor | None, carry, transition, reverse: bool) -> None:
+def fold(
+    p: Problem,
+    cu: Tensor | None,
+    carry: Tensor | None,
+    transition: Tensor | None,
+    *,
+    reverse: bool,
+) -> None:
+    """carry [segments, H, V, K], in place: from each segment's own state to the one passed on, by
+    transition [segments, H, K, K]; gradients go in `reverse`."""
     rows = 16
     launch_named(
         fold_kernel,

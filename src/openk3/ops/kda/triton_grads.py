@@ -105,6 +105,10 @@ def grads_kernel(
     HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """One block of one head: dq, dk, dg and the block's share of d_A_log and d_bias.
+
+    Long because all gradients use the same few products of a column group, which stay in registers.
+    """
     OPERAND: tl.constexpr = pairs.dtype.element_ty
     program = tl.program_id(0)
     h = program % H

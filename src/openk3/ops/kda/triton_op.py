@@ -11,8 +11,9 @@ import torch
 
 from openk3.ops.kda import triton_backward, triton_forward
 from openk3.ops.kda.call import KdaCall
+from openk3.ops.kda.segments import BLOCK
 from openk3.ops.kda.triton_forward import Saved
-from openk3.ops.kda.triton_problem import BLOCK, Inputs, as_rows, problem_of
+from openk3.ops.kda.triton_problem import Inputs, as_rows, problem_of
 from openk3.ops.kda.triton_states import states_after
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor A_log, Tensor? dt_bias"

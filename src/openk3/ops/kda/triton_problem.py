@@ -11,7 +11,7 @@ from openk3.ops.kda.segments import Segments, num_slots, plan_segments
 from openk3.ops.kda.triton_scan import scan_forward_kernel
 from openk3.ops.triton_support import num_sms
 
-TILE, BLOCK = 16, 64
+TILE = 16
 INTERPRETED = not isinstance(scan_forward_kernel, triton.JITFunction)
 
 

@@ -60,6 +60,10 @@ def scan_forward_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """Fills o, final, u, checkpoints and states; with SUMMARY carry and transition instead.
+
+    Long because a tile's loads must be in the loop that the compiler pipelines.
+    """
     PARTS: tl.constexpr = D // V_ROWS
     COPIES: tl.constexpr = 2 * PARTS if SUMMARY else PARTS
     program = tl.program_id(0)
@@ -175,6 +179,10 @@ def scan_backward_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """Fills dv, d_initial and checkpoints; with SUMMARY carry instead.
+
+    Long because a tile's loads must be in the loop that the compiler pipelines.
+    """
     PARTS: tl.constexpr = D // V_ROWS
     program = tl.program_id(0)
     part = program % PARTS

@@ -16,9 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from openk3.ops.kda import triton_forward
+from openk3.ops.kda.segments import BLOCK
 from openk3.ops.kda.triton_forward import Wanted
 from openk3.ops.kda.triton_math import L2_EPS, LOG2E, exp2, sigmoid
-from openk3.ops.kda.triton_problem import BLOCK, Inputs, Problem
+from openk3.ops.kda.triton_problem import Inputs, Problem
 from openk3.ops.triton_support import launch_named
 
 

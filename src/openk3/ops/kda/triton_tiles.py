@@ -75,6 +75,10 @@ def prepare_kernel(
     PRECISION: tl.constexpr,
     SMALL_PRECISION: tl.constexpr,
 ):
+    """One tile of one head.
+
+    Long because it holds a whole derivation, each of whose matrices is used more than once.
+    """
     program = tl.program_id(0)
     h = program % H
     slot = program // H

@@ -80,6 +80,10 @@ def window_kernel(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """One head of one row: o, and what the call leaves of the states and the pending window.
+
+    Long because it is convolution, norms, gate, tile and head norm of the separate ops in one pass.
+    """
     program = tl.program_id(0)
     h = program % H
     row = (program // H).to(tl.int64)

@@ -43,14 +43,6 @@ def descriptor(x: Tensor, block: tuple[int, int]) -> Any:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
 
 
-def _matrix(w: Tensor) -> Tensor:
-    """w [E, N, K], perhaps a slice of a wider [E, M, K], as one matrix over the same memory."""
-    num_experts, rows, width = w.shape
-    assert w.stride()[1:] == (width, 1), f"rows of {list(w.stride())} are not contiguous"
-    height = (num_experts - 1) * (w.stride(0) // width) + rows
-    return torch.as_strided(w, (height, width), (width, 1))
-
-
 def _classes(plan: Plan, tile: Tile) -> list[tuple[int, int, tuple[Tensor, Tensor, Tensor]]]:
     """(rows, warps, (experts, rows, count)) of the 128-row and the 64-row tiles."""
     t = plan.tiles
@@ -75,7 +67,7 @@ def situ_product(
     act = x.new_empty(x.shape[0], inner)
     gate_up = x.new_empty(x.shape[0], 2 * inner) if save else None
     for rows, warps, table in _classes(plan, tile):
-        weights = [descriptor(_matrix(w), (tile.bn, tile.bk)) for w in (w1, w3)]
+        weights = [descriptor(hopper.one_matrix(w), (tile.bn, tile.bk)) for w in (w1, w3)]
         launch(
             kernels.grouped_situ, (num_sms(x.device),),
             descriptor(x, (rows, tile.bk)), *weights, act, gate_up, *table, beta1, beta2 or 0.0,
@@ -132,9 +124,7 @@ def weight_grad(
 
 
 class TorchProducts:
-    """`grouped_mm`: any alignment."""
-
-    align = 1
+    """`grouped_mm`, for rows of any alignment. x, a, b [R, width]; w [E, N, K] or [E, K, N]."""
 
     @staticmethod
     def rows(x: Tensor, w: Tensor, plan: Plan, *, transposed: bool) -> Tensor:
@@ -153,9 +143,7 @@ class TorchProducts:
 
 
 class TritonProducts:
-    """Our kernels."""
-
-    align = SMALL
+    """Our kernels, for a plan of alignment 64; arguments as of the functions above."""
 
     @staticmethod
     def situ(

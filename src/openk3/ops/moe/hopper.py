@@ -40,7 +40,7 @@ def _descriptor(x: Tensor, *block: int) -> Any:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), layout)
 
 
-def _flat(w: Tensor) -> Tensor:
+def one_matrix(w: Tensor) -> Tensor:
     """w [E, M, N], perhaps a slice of a taller [E, M', N], as one matrix over the same memory."""
     num_experts, rows, width = w.shape
     assert w.stride()[1:] == (width, 1), f"rows of {list(w.stride())} are not contiguous"
@@ -57,13 +57,13 @@ def _launch(
     from openk3.ops.moe import hopper_kernels as kernels
 
     rows = _descriptor(x, 64, BK)
-    weights = _descriptor(_flat(w), *block)
+    weights = _descriptor(one_matrix(w), *block)
     to = _descriptor(out, 64, 128)
     gate, up = (to, to) if kept is None else (_descriptor(t, 64, 128) for t in kept)
     launch(
         kernels.grouped_product, (num_sms(x.device),), rows,
         rows if x2 is None else _descriptor(x2, 64, BK), weights,
-        weights if w2 is None else _descriptor(_flat(w2), *block),
+        weights if w2 is None else _descriptor(one_matrix(w2), *block),
         to, gate, up, *plan.tiles, betas[0], betas[1] or 0.0,
         PITCH=w.stride(0) // w.shape[2], K=K, N=out.shape[1], BN=BN, BK=BK, S=STAGES, GROUP=group,
         PAIR=pair, DUAL=x2 is not None, TRANSPOSED=transposed, SAVE=kept is not None,

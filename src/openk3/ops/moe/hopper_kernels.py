@@ -214,10 +214,9 @@ def grouped_product(
 ):  # fmt: skip
     """Products of each row's expert, whose weights begin PITCH rows after the one before.
 
-    PAIR: out [R, N] = SiTU(x w1^T, x w3^T), with SAVE also both
-    products. DUAL: out = x w1 +
-    x2 w3, K counting both. Else out = x w1^T (TRANSPOSED) or x w1. All matrices are descriptors:
-    x and x2 [64, BK], w [BN, BK] or [BK, BN], out, gate and up [64, 128].
+    PAIR: out [R, N] = SiTU(x w1^T, x w3^T), with SAVE also both products. DUAL: out = x w1 + x2 w3,
+    K counting both. Else out = x w1^T (TRANSPOSED) or x w1. All matrices are descriptors: x and x2
+    [64, BK], w [BN, BK] or [BK, BN], out, gate and up [64, 128].
     """
     NUM_N: gl.constexpr = (N + BN - 1) // BN
     dtype: gl.constexpr = x.dtype

@@ -8,7 +8,7 @@ from torch import Tensor
 from openk3.errors import InputError
 from openk3.ops.moe import mxfp4_kernels as kernels
 from openk3.ops.moe.mxfp4_layout import PackedExperts, PackedMatrix
-from openk3.ops.triton_support import launch
+from openk3.ops.triton_support import launch, power_of_two
 
 MAX_PAIRS = 8192  # the planning kernel sorts all of them in one program
 
@@ -99,10 +99,11 @@ def _plan(ids: Tensor, num_experts: int, slots: int) -> tuple[Tensor, Tensor, Te
     active = ids.new_empty(slots, dtype=torch.int32)
     starts = ids.new_empty(slots + 1, dtype=torch.int32)
     pairs = ids.new_empty(num_pairs, dtype=torch.int32)
-    p_pad = _power_of_two(num_pairs)
+    p_pad = power_of_two(num_pairs, 2)
     launch(
         kernels.plan_tokens, (1,), ids, active, starts, pairs, num_pairs,
-        E_PAD=_power_of_two(num_experts), P_PAD=p_pad, SLOTS=slots, S_PAD=_power_of_two(slots + 1),
+        E_PAD=power_of_two(num_experts, 2), P_PAD=p_pad, SLOTS=slots,
+        S_PAD=power_of_two(slots + 1, 2),
         num_warps=max(1, min(16, p_pad // 128)),
     )  # fmt: skip
     return active, starts, pairs
@@ -113,10 +114,6 @@ def _prepare(x: Tensor, fp8: bool) -> tuple[Tensor, Tensor]:
     scale = x.new_empty(x.shape[0], dtype=torch.float32)
     launch(
         kernels.prepare_tokens, (x.shape[0],), x, rows, scale,
-        K=x.shape[1], K_PAD=_power_of_two(x.shape[1]), FP8=fp8, num_warps=4,
+        K=x.shape[1], K_PAD=power_of_two(x.shape[1], 2), FP8=fp8, num_warps=4,
     )  # fmt: skip
     return rows, scale
-
-
-def _power_of_two(n: int) -> int:
-    return max(2, 1 << (n - 1).bit_length())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from openk3.ops.moe import permute_kernels as kernels
-from openk3.ops.triton_support import launch, num_sms
+from openk3.ops.triton_support import launch, num_sms, power_of_two
 
 BIG, SMALL = 128, 64
 
@@ -77,7 +77,7 @@ def make_plan(ids: Tensor, num_experts: int, *, align: int = 1, small: int = SMA
     pairs = ids.numel()
     block = 1024 if ids.is_cuda else 32  # the interpreter sorts slowly
     blocks = max(1, -(-pairs // block))
-    e_pad = max(16, 1 << (num_experts - 1).bit_length())
+    e_pad = power_of_two(num_experts, 16)
 
     def ints(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.int32, device=ids.device)
@@ -154,4 +154,4 @@ def pick_pairs(values: Tensor, plan: Plan) -> Tensor:
 
 
 def _block(width: int) -> int:
-    return min(1024, 1 << (width - 1).bit_length())
+    return min(1024, power_of_two(width))

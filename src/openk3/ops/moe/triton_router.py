@@ -10,10 +10,11 @@ from torch import Tensor
 from openk3.ops.moe import router_kernels as kernels
 from openk3.ops.moe.balance import NUM_BINS
 from openk3.ops.moe.router import Routing
-from openk3.ops.triton_support import launch
+from openk3.ops.triton_support import launch, power_of_two
 
 
 def router_logits(x: Tensor, router: Tensor) -> Tensor:
+    """x [T, D], router [E, D] -> [T, E] float32."""
     if x.is_cuda and x.dtype == torch.bfloat16:
         return torch.mm(x, router.T, out_dtype=torch.float32)
     return x.float() @ router.float().T
@@ -37,8 +38,8 @@ def choose(
             kernels.choose_experts, (-(-tokens // block),), logits, bias.contiguous(),
             _packed(valid), ids, weights,
             cutoff, chosen, counts, tokens, scaling,
-            E=num_experts, E_PAD=_power_of_two(num_experts), TOP_K=top_k,
-            K_PAD=_power_of_two(top_k), BT=block, BINS=NUM_BINS, COUNT=counts is not None,
+            E=num_experts, E_PAD=power_of_two(num_experts, 2), TOP_K=top_k,
+            K_PAD=power_of_two(top_k, 2), BT=block, BINS=NUM_BINS, COUNT=counts is not None,
             MASKED=valid is not None, num_warps=4,
         )  # fmt: skip
     return ids, weights, cutoff, chosen
@@ -53,7 +54,7 @@ def choose_gradient(
     if tokens:
         launch(
             kernels.choose_backward, (tokens,), d_weights.contiguous(), ids, chosen, d_logits,
-            tokens, scaling, E=num_experts, E_PAD=_power_of_two(num_experts), TOP_K=top_k,
+            tokens, scaling, E=num_experts, E_PAD=power_of_two(num_experts, 2), TOP_K=top_k,
             num_warps=1,
         )  # fmt: skip
     return d_logits
@@ -69,7 +70,7 @@ def count_margins_triton(
         launch(
             kernels.count_scores, (-(-tokens // 4),), scores.float().contiguous(),
             cutoff.float().contiguous(), bias.float().contiguous(), _packed(valid), counts,
-            tokens, E=num_experts, E_PAD=_power_of_two(num_experts), BT=4,
+            tokens, E=num_experts, E_PAD=power_of_two(num_experts, 2), BT=4,
             BINS=NUM_BINS, MASKED=valid is not None, num_warps=4,
         )  # fmt: skip
     return counts
@@ -102,7 +103,3 @@ def route_triton(
 
 def _packed(valid: Tensor | None) -> Tensor | None:
     return None if valid is None else valid.contiguous()
-
-
-def _power_of_two(n: int) -> int:
-    return max(2, 1 << (n - 1).bit_length())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from openk3.ops.moe import situ_kernels as kernels
-from openk3.ops.triton_support import launch, num_sms
+from openk3.ops.triton_support import launch, num_sms, power_of_two
 
 
 class Betas(NamedTuple):
@@ -51,14 +51,10 @@ def _situ_launch(gate: Tensor, betas: Betas) -> tuple[tuple[int], dict[str, obje
     block_rows = 1 if gate.is_cuda else 64
     meta = {
         "PITCH": gate.stride(0), "F": width,
-        "BR": block_rows, "BC": min(1024, _power_of_two(width)),
+        "BR": block_rows, "BC": min(1024, power_of_two(width)),
         "CAP": betas.beta2 is not None, "ASM": gate.is_cuda, "num_warps": 4,
     }  # fmt: skip
     return (max(1, min(-(-rows // block_rows), 12 * num_sms(gate.device))),), meta
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 class _Situ(torch.autograd.Function):

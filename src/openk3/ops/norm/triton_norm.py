@@ -4,19 +4,14 @@ import torch
 from torch import Tensor
 
 from openk3.ops.norm import kernels
-from openk3.ops.row_kernels import row_layout
+from openk3.ops.row_kernels import few_warps, row_meta
 from openk3.ops.triton_support import launch, num_sms
 
 
 def _launch(x: Tensor, per_sm: int) -> tuple[tuple[int], dict[str, object]]:
     tokens, dim = x.shape
-    packed, n, c = row_layout(dim, x.dtype)
-    warps = max(1, min(8, c // 64))
-    meta = {
-        "D": dim, "PACKED": packed, "N": n, "C": c, "VEC": max(1, c // (32 * warps)),
-        "ASM": x.is_cuda, "num_warps": warps,
-    }  # fmt: skip
-    return (max(1, min(tokens, per_sm * num_sms(x.device))),), meta
+    grid = (max(1, min(tokens, per_sm * num_sms(x.device))),)
+    return grid, row_meta(x, few_warps(dim, x.dtype))
 
 
 def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
