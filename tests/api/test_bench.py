@@ -10,7 +10,7 @@ pytest.importorskip("fastapi", reason="the serve extra is not installed")
 from openai_server import MODEL, serving  # noqa: E402
 from openk3.api.openai import bench  # noqa: E402
 from openk3.cli.bench import main  # noqa: E402
-from openk3.errors import DataError  # noqa: E402
+from openk3.errors import BackendError, DataError  # noqa: E402
 from scripted_engine import ids_of  # noqa: E402
 
 FIELDS = [
@@ -82,5 +82,5 @@ def test_a_run_reports_every_field(tmp_path, capsys):
     assert report["total_input_tokens"] == sum(len(r.prompt_ids) for r in requests)
     assert report["total_output_tokens"] == sum(r.params.max_tokens for r in requests)
     assert report["total_cached_tokens"] == 11 * 32
-    with pytest.raises(Exception, match="does not answer"):
+    with pytest.raises(BackendError, match="does not answer"):
         main(["serve", "--url", server.url, "--num-prompts", "1"])

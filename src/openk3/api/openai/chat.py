@@ -1,7 +1,7 @@
 """POST /v1/chat/completions, whole and streamed."""
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -55,12 +55,12 @@ def finish_reason(part: Part, num_calls: int) -> str | None:
 class CallIds:
     """An id for each tool call: never seen before, whatever a conversation's history holds."""
 
-    def __init__(self, state: Serving, prefix: str = "call_") -> None:
-        self._new, self._prefix = state.new_id, prefix
+    def __init__(self, new_id: Callable[[], str]) -> None:
+        self._new_id = new_id
         self._ids: dict[tuple[int, int], str] = {}
 
     def __call__(self, choice: int, index: int) -> str:
-        return self._ids.setdefault((choice, index), self._prefix + self._new())
+        return self._ids.setdefault((choice, index), f"call_{self._new_id()}")
 
     def count(self, choice: int) -> int:
         """Calls of a choice so far."""
@@ -73,7 +73,7 @@ class Chunks:
     def __init__(self, generation: Generation, body: ChatBody) -> None:
         self._state, self._generation, self._body = generation.state, generation, body
         self._created = int(time.time())
-        self._call_id = CallIds(self._state)
+        self._call_id = CallIds(self._state.new_id)
         self._unsent: dict[int, list[dict[str, Any]]] = {}
 
     async def whole(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from openk3.api.openai.errors import ApiError, as_api_error
@@ -77,11 +78,10 @@ class Generation:
             raise as_api_error(error) from None
         for prompt in new._prompts():
             state.metrics.started(prompt.num_tokens)
-        try:
+        with ExitStack() as undo:
+            undo.callback(new.close)
             await new._wait_for_first()
-        except BaseException:
-            new.close()
-            raise
+            undo.pop_all()
         return new
 
     async def _wait_for_first(self) -> None:

@@ -112,11 +112,6 @@ def sampling(
         raise as_api_error(error) from None
 
 
-def salt(tenant: str, given: str | None) -> str:
-    """What separates prefix caches: who asks, and what the request says."""
-    return f"{tenant}/{given or ''}" if tenant or given else ""
-
-
 def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
 

@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request, Response
@@ -15,7 +15,6 @@ from openk3.api.limits import TooLargeError
 from openk3.api.openai.connection import EventStream, while_connected
 from openk3.api.openai.errors import ApiError, as_api_error
 from openk3.api.openai.generation import Generation, Unit
-from openk3.api.openai.prepare import salt
 from openk3.api.openai.requests import AnswerBody, Body
 from openk3.api.openai.state import Serving
 
@@ -83,15 +82,20 @@ async def answer(
     """
     state = state_of(request)
     body = await read_body(request, kind)
-    name = prefix + state.new_id()
-    generation = await _begin(state, request, lambda: prepare(state, body), name, body.cache_salt)
-    writing = writer(generation, body)
-    if body.stream:
-        return EventStream(_events(writing), state.options.stall_timeout_s, generation.close)
-    try:
+    with ExitStack() as running:  # ends what runs, however this ends
+
+        async def start() -> Generation:
+            units = await asyncio.to_thread(prepare, state, body)
+            name, salt = prefix + state.new_id(), _salt(state, request, body.cache_salt)
+            generation = await Generation.start(state, units, name, salt)
+            running.callback(generation.close)
+            return generation
+
+        writing = writer(await while_connected(request, start()), body)
+        if body.stream:
+            on_end = running.pop_all().close
+            return EventStream(_events(writing), state.options.stall_timeout_s, on_end)
         return JSONResponse(await while_connected(request, writing.whole()))
-    finally:
-        generation.close()
 
 
 async def _events(writer: Writer) -> AsyncGenerator[bytes, None]:
@@ -103,33 +107,10 @@ async def _events(writer: Writer) -> AsyncGenerator[bytes, None]:
         yield writer.failed(error)
 
 
-def _tenant(state: Serving, request: Request) -> str:
-    """Separates the prefix caches of callers, where they have keys of their own."""
-    if state.keys.count < 2:
-        return ""
-    return hashlib.blake2b((given_key(request.headers) or "").encode(), digest_size=8).hexdigest()
-
-
-async def _begin(
-    state: Serving,
-    request: Request,
-    prepare: Callable[[], list[Unit]],
-    name: str,
-    cache_salt: str | None,
-) -> Generation:
-    """Prepare units on a thread, admit them, wait for the first token. Raises ApiError."""
-
-    started: list[Generation] = []
-
-    async def work() -> None:
-        units = await asyncio.to_thread(prepare)
-        salted = salt(_tenant(state, request), cache_salt)
-        started.append(await Generation.start(state, units, name, salted))
-
-    try:
-        await while_connected(request, work())
-    except BaseException:  # cancelled as it started
-        for generation in started:
-            generation.close()
-        raise
-    return started[0]
+def _salt(state: Serving, request: Request, given: str | None) -> str:
+    """What separates prefix caches: who asks, if callers have keys of their own, and a salt."""
+    tenant = ""
+    if state.keys.count > 1:
+        key = given_key(request.headers) or ""
+        tenant = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
+    return f"{tenant}/{given or ''}" if tenant or given else ""

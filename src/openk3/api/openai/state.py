@@ -33,7 +33,6 @@ class Serving:
     processor: ImageProcessor | None = None
     """None for a model that sees no pictures."""
     options: ServeOptions = field(default_factory=ServeOptions)
-    aliases: tuple[str, ...] = ()
     clock: Clock = field(default_factory=SystemClock)
     new_id: Callable[[], str] = lambda: secrets.token_hex(12)
 
@@ -56,7 +55,7 @@ class Serving:
 
     def require_model(self, name: str | None) -> None:
         """Raises ApiError 404 for a model that is not served here."""
-        if name is not None and name not in (self.model, *self.aliases):
+        if name not in (None, self.model):
             raise ApiError(
                 404, f"model {name!r:.100} does not exist; this server has {self.model!r}",
                 "model_not_found", "model",
