@@ -5,7 +5,7 @@ import torch
 
 from openk3.errors import BackendError, ConfigError
 from openk3.parallel import world as world_module
-from openk3.parallel.world import World, join, pick_device
+from openk3.parallel.world import World, join, pick_device, pick_dtype
 
 
 def test_one_process_needs_no_group(monkeypatch):
@@ -41,3 +41,13 @@ def test_device_names(monkeypatch):
             pick_device(name)
     with pytest.raises(BackendError, match="needs GPU 2, but torch sees 0"):
         pick_device("cuda:2")
+
+
+def test_dtypes_are_named():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert [pick_dtype("auto", place) for place in (cpu, gpu)] == [torch.float32, torch.bfloat16]
+    assert pick_dtype("bfloat16", cpu) == torch.bfloat16
+    assert pick_dtype("float32", gpu) == torch.float32
+    for name in ("float16", "nn", ""):
+        with pytest.raises(ConfigError, match=f"'{name}'; allowed: auto, float32, bfloat16"):
+            pick_dtype(name, cpu)

@@ -4,13 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from openk3 import checkpoint
 from openk3.checkpoint.trained import is_training_output, load_trained
 from openk3.errors import CheckpointError, ConfigError, DataError, InputError
 from openk3.model.k3 import K3
-from openk3.parallel.world import pick_device
+from openk3.parallel.world import pick_device, pick_dtype
 from openk3.text import tokenizer as tokenizers
 from openk3.text.image import CONFIG_NAME, ImageProcessor
 from openk3.text.tokenizer import Tokenizer
@@ -49,13 +47,12 @@ def open_folder(
     Raises:
         CheckpointError or DataError: something is missing, or the tokenizer has ids that the model
             has no row for; the message says what.
-        ConfigError: pictures would be prepared for another model.
+        ConfigError: an unknown device or dtype, or pictures would be prepared for another model.
         InputError: a training run, whose experts cannot be streamed.
     """
     path = Path(path)
     place = pick_device(device)
-    name = dtype if dtype != "auto" else ("bfloat16" if place.type == "cuda" else "float32")
-    kind: torch.dtype = getattr(torch, name)
+    kind = pick_dtype(dtype, place)
     if not path.is_dir():
         raise CheckpointError(f"{path} is no folder; train a model with k3 quickstart first")
     if is_training_output(path):

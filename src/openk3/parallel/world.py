@@ -152,6 +152,19 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     return device
 
 
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of products: `float32`, `bfloat16`, or `auto`, which is bfloat16 on a GPU.
+
+    Raises ConfigError for any other name.
+    """
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" else "float32"
+    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if name not in kinds:
+        raise ConfigError(f"dtype is {name!r}; allowed: auto, float32, bfloat16")
+    return kinds[name]
+
+
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     bucket: list[Tensor] = []
     size = 0

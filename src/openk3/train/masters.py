@@ -11,7 +11,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from openk3.config.recipe import Recipe
 from openk3.errors import CheckpointError
 from openk3.model.init import cast
 from openk3.model.k3 import K3
@@ -116,11 +115,3 @@ class Masters:
                 )
             target.copy_(tensors[name])
         self.publish()
-
-
-def compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
-    """The dtype of products on `device`."""
-    name = recipe.train.compute_dtype
-    if name == "auto":
-        name = "bfloat16" if device.type == "cuda" else "float32"
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

@@ -23,14 +23,14 @@ from openk3.obs.run import RunFolder, is_run, read_config
 from openk3.optim.groups import assign_all
 from openk3.optim.optimizer import Optimizer
 from openk3.parallel.layout import resolve
-from openk3.parallel.world import World
+from openk3.parallel.world import World, pick_dtype
 from openk3.text.image import CONFIG_NAME as IMAGE_CONFIG
 from openk3.text.tokenizer import Tokenizer
 from openk3.text.tokenizer import load as load_tokenizer
 from openk3.train.guard import Guard
 from openk3.train.journal import Journal
 from openk3.train.loop import Sampler, Trainer
-from openk3.train.masters import Masters, compute_dtype
+from openk3.train.masters import Masters
 from openk3.train.memory import peak_flops
 from openk3.train.sources import Data, held_out, open_data, with_special_ids
 from openk3.train.step import Loss, Stepper, next_token_loss
@@ -104,7 +104,7 @@ def is_sharded(recipe: Recipe, world: World) -> bool:
 def build_whole(recipe: Recipe, world: World) -> tuple[Masters, Optimizer]:
     """Model, weights and optimizer of which every process holds everything."""
     model = K3(recipe.model, seed=recipe.train.seed).to(world.device)
-    masters = Masters(model, compute_dtype(recipe, world.device))
+    masters = Masters(model, pick_dtype(recipe.train.compute_dtype, world.device))
     world.copy_from_main(masters.weights.values())
     masters.publish()
     assignments = assign_all(masters.weights.items(), recipe.model)

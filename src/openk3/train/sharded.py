@@ -25,9 +25,8 @@ from openk3.parallel.layout import check, resolve
 from openk3.parallel.mesh import Mesh
 from openk3.parallel.moonep import MoonEPDispatcher
 from openk3.parallel.muon import ShardedMuon
-from openk3.parallel.world import World, sum_all
+from openk3.parallel.world import World, pick_dtype, sum_all
 from openk3.parallel.zero import Sharded
-from openk3.train.masters import compute_dtype
 
 
 class ShardedMasters:
@@ -123,7 +122,7 @@ def build_sharded(recipe: Recipe, world: World) -> tuple[ShardedMasters, Optimiz
         model = K3(recipe.model, seed=None)
     assignments = assign_all(model.named_parameters(), recipe.model)
     mesh = Mesh(layout, world.device)
-    dtype = compute_dtype(recipe, world.device)
+    dtype = pick_dtype(recipe.train.compute_dtype, world.device)
     sharded = Sharded(model, mesh, recipe.parallel.zero, dtype, make_dispatcher(recipe, mesh))
     sharded.init(recipe.model.initializer_range, recipe.train.seed)
     masters = ShardedMasters(sharded)
