@@ -42,6 +42,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from openk3._io import fsync_tree, require_disk
+from openk3.checkpoint.sharded_metadata import read_metadata
 from openk3.checkpoint.training import CheckpointFolder, read_state, write_state
 from openk3.errors import CheckpointError, StorageError
 
@@ -210,10 +211,7 @@ class Reader:
 
     def __init__(self, path: Path) -> None:
         self.path, self._files = path, FileSystemReader(path)
-        try:
-            self._metadata = self._files.read_metadata()
-        except _UNREADABLE as error:
-            raise CheckpointError(f"cannot read {path / '.metadata'}: {error}") from error
+        self._metadata = read_metadata(path / ".metadata")
         self._files.set_up_storage_reader(self._metadata, is_coordinator=True)
 
     def part(self, part: str) -> dict[str, TensorStorageMetadata]:
