@@ -7,14 +7,14 @@ from kernel_checks import gradients, poison, relative_error
 from openk3.ops.moe import expert_mlp
 
 routed = pytest.importorskip("openk3.ops.moe.routed", exc_type=ImportError)
-permute = pytest.importorskip("openk3.ops.moe.row_plan", exc_type=ImportError)
+row_plan = pytest.importorskip("openk3.ops.moe.row_plan", exc_type=ImportError)
 
 TORCH = routed.Choice()
 TRITON = routed.Choice(fused_situ=True, triton_rows=True, triton_grads=True)
 
 
-def case(ids, num_experts, latent=64, inner=64, seed=0, magnitude=8.0, join=True):
-    """x, weights, w13 or (w1, w3), w2 with pre-activations of about `magnitude`, and d_out."""
+def case(ids, num_experts, latent=64, inner=64, seed=0, magnitude=8.0):
+    """x, weights, w13, w2 with pre-activations of about `magnitude`, and d_out."""
     rng = torch.Generator().manual_seed(seed)
     tokens = ids.shape[0]
     x = torch.randn(tokens, latent, generator=rng)
@@ -52,11 +52,11 @@ def compare(ids, num_experts, run, *, tolerance=2e-5, **options):
     return got
 
 
-def spread(counts, top_k=1):
+def spread(counts):
     """ids [T, 1] with counts[e] tokens of expert e, shuffled."""
     flat = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     order = torch.randperm(flat.numel(), generator=torch.Generator().manual_seed(5))
-    return flat[order].view(-1, top_k)
+    return flat[order].view(-1, 1)
 
 
 @pytest.mark.parametrize("choice", [TORCH, TRITON], ids=["grouped_mm", "triton"])
@@ -102,7 +102,7 @@ def test_plan_is_a_stable_bijection(align):
     rng = torch.Generator().manual_seed(2)
     ids = torch.stack([torch.randperm(9, generator=rng)[:4] for _ in range(31)])
     ids[ids == 3] = 4  # an empty expert; ids need not be distinct for the layout
-    plan = permute.make_plan(ids, 9, align=align)
+    plan = row_plan.make_plan(ids, 9, align=align)
     flat = ids.flatten()
     assert plan.counts.tolist() == torch.bincount(flat, minlength=9).tolist()
     assert all(start % align == 0 for start in plan.starts.tolist())
@@ -117,7 +117,7 @@ def test_plan_is_a_stable_bijection(align):
 
 def test_tiles_cover_every_row_once_largest_expert_first():
     ids = spread([70, 0, 300, 129])
-    plan = permute.make_plan(ids, 4, align=64)
+    plan = row_plan.make_plan(ids, 4, align=64)
     tiles = plan.tiles
     num_big, num_small = tiles.num_tiles.tolist()
     covered = torch.zeros(plan.num_rows, dtype=torch.int32)
