@@ -17,5 +17,6 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, object] = {}
     exec(code, names)
     assert names["saved"] == 4
+    assert names["num_scored"] == 5002
     assert names["batch"].input_ids.shape == (4, 512)  # pyright: ignore[reportAttributeAccessIssue]
     assert names["one_row"].input_ids.shape == (1, 2048)  # pyright: ignore[reportAttributeAccessIssue]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from data.helpers import EOT, make_dataset
 from openk3.data.dataset import Dataset, Split
-from openk3.data.loader import Batch, Loader, collate, eval_batches
+from openk3.data.loader import Batch, Loader, batches_in_order, collate
 from openk3.data.mixture import Mixture, training_rows
 from openk3.data.permute import Permutation
 from openk3.data.rows import IGNORE, InOrder, Windows
@@ -212,8 +212,8 @@ def test_evaluation_has_every_token_once(
     context = min(context, seq_len - 1)
     ranks = [
         list(
-            eval_batches(
-                split, seq_len, batch_rows, num_context=context, rank=r, world_size=world_size
+            batches_in_order(
+                InOrder(split, seq_len, context), batch_rows, rank=r, world_size=world_size
             )
         )
         for r in range(world_size)

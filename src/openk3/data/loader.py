@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from openk3.data.dataset import Split
-from openk3.data.rows import IGNORE, FiniteRows, InOrder, Row, RowSource
+from openk3.data.rows import IGNORE, FiniteRows, Row, RowSource
 from openk3.errors import ConfigError
 
 
@@ -130,28 +129,14 @@ class Loader:
         return collate(rows, self.source.seq_len, self.source.dataset.eot_id)
 
 
-def eval_batches(
-    split: Split,
-    seq_len: int,
-    batch_rows: int,
-    *,
-    num_context: int = 0,
-    rank: int = 0,
-    world_size: int = 1,
-) -> Iterator[Batch]:
-    """A rank's share of `split`, in order: over all ranks every token is a target exactly once.
-
-    `num_context` tokens before each row are repeated as context. All ranks get equally many
-    batches of the same shape (the last ones may be all padding), so collectives stay in step.
-    """
-    rows = InOrder(split, seq_len, num_context)
-    return batches_in_order(rows, batch_rows, rank=rank, world_size=world_size)
-
-
 def batches_in_order(
     rows: FiniteRows, batch_rows: int, *, rank: int = 0, world_size: int = 1
 ) -> Iterator[Batch]:
-    """A rank's share of finite rows, in order. All ranks get equally many batches."""
+    """A rank's share of finite rows, in order, each row on one rank.
+
+    All ranks get equally many batches of `batch_rows` rows (the last ones may be all padding), so
+    collectives stay in step.
+    """
     loader = Loader(rows, batch_rows, rank=rank, world_size=world_size)
     while loader.position < rows.num_rows:
         yield next(loader)
