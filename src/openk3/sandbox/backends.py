@@ -70,6 +70,8 @@ async def create(backend: str, **wanted: Any) -> Sandbox:
             "the local backends offer no network at all; leave `network` out or use agentenv"
         )
     pool = pool or default_pool()
+    if backend != "auto":
+        pool.require_backend(wanted["template"], backend)  # whether or not it works here
     chosen = await choose(backend, pool, wanted["allow_files_only"])
     names = ("timeout", "on_timeout", "idle_pause", "env", "metadata")
     record, connection = await pool.create(

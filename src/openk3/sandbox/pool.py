@@ -155,11 +155,8 @@ class Pool:
 
     def _choose_image(self, record: BoxRecord) -> None:
         """Where a new sandbox starts: a snapshot's image, the warm image, or a cold boot."""
+        self.require_backend(record.template, record.backend)
         if saved := self._snapshot_called(record.template):
-            if saved.backend != record.backend:
-                raise BackendError(
-                    f"snapshot {saved.id} was made by backend {saved.backend}, not {record.backend}"
-                )
             record.image, record.own_image = saved.image, True
             record.template = saved.template
             record.env = {**saved.env, **record.env}
@@ -167,6 +164,14 @@ class Pool:
         record.template = catalog.get(self.home, record.template).id
         if record.backend == "gvisor":
             record.image = stock.warm_image(self.home, record.template)
+
+    def require_backend(self, template: str, backend: str) -> None:
+        """Raise BackendError if `template` is a snapshot and another backend made it."""
+        saved = self._snapshot_called(template)
+        if saved is not None and saved.backend != backend:
+            raise BackendError(
+                f"snapshot {saved.id} was made by backend {saved.backend}, not {backend}"
+            )
 
     def _snapshot_called(self, name: str) -> SnapshotRecord | None:
         """By id or name; a template of the same name comes first."""
