@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from dist_workers import best_device, crew
 from kernel_checks import poison, relative_error
 from moe_cases import LATENT, Toy, draw_tokens, one_device, probe
 from torch.utils.checkpoint import checkpoint
@@ -26,24 +27,26 @@ CASES = {
 }
 
 
-def tokens_of(case, rank, padding=0.0):
+def tokens_of(case, rank, padding=0.0, latent=LATENT, **_):
     num_tokens, favourites = CASES[case][rank]
-    return draw_tokens(num_tokens, 8, 2, 7 + rank, favourites, padding)
+    return draw_tokens(num_tokens, 8, 2, 7 + rank, favourites, padding, latent)
 
 
-def three_steps(group, kind, case, padding=0.0):
+def three_steps(group, kind, case, padding=0.0, widths=None, device="cpu", dtype=torch.float32):
     """Forward and backward three times over poisoned memory; gradients must not change."""
-    dispatcher = KINDS[kind](group, 8)
-    x, ids, logits = tokens_of(case, group.rank(), padding)
+    dispatcher, widths = KINDS[kind](group, 8), widths or {}
+    x, ids, logits = tokens_of(case, group.rank(), padding, **widths)
     results = []
     for _ in range(3):
-        poison("cpu", 1)
-        experts = keep_block(Toy(8), group.rank(), group.size())
-        leaf, scores = x.clone().requires_grad_(), logits.clone().requires_grad_()
-        out = dispatcher(leaf, ids, scores.softmax(-1), experts)
-        (out * probe(group.rank(), len(x))).sum().backward()
+        poison(device, 1)
+        experts = Toy(8, dtype=dtype, **widths).to(device)
+        experts = keep_block(experts, group.rank(), group.size())
+        leaf = x.to(device, dtype, copy=True).requires_grad_()
+        scores = logits.to(device, copy=True).requires_grad_()
+        out = dispatcher(leaf, ids.to(device), scores.softmax(-1), experts)
+        (out * probe(group.rank(), *x.shape).to(device)).sum().backward()
         grads = [w.grad for w in (experts.w1, experts.w3, experts.w2)]
-        results.append([out.detach(), leaf.grad, scores.grad, *grads])
+        results.append([t.cpu() for t in (out.detach(), leaf.grad, scores.grad, *grads)])
     for again in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], again, strict=True))
     return results[0]
@@ -74,26 +77,48 @@ def check(found, size, case, padding=0.0):
         assert any(rank[2].abs().max() > 1e-3 for rank in found if rank[2].numel())
 
 
-def tiled(group, parts):
+def on_gpus(world, kind, case, padding):
+    widths = {"latent": 64, "inner": 64}
+    group = torch.distributed.group.WORLD
+    return three_steps(group, kind, case, padding, widths, world.device, torch.bfloat16)
+
+
+@pytest.mark.skipif(best_device(2) == "cpu", reason="needs two CUDA devices")
+@pytest.mark.parametrize("padding", [0.0, 0.4])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", CASES)
+def test_two_gpus_compute_as_one_device(kind, case, padding):
+    found = crew(2, "cuda").run(on_gpus, kind, case, padding)
+    parts = [tokens_of(case, rank, padding, 64) for rank in range(2)]
+    per_rank, weight_grads = one_device(parts, 8, latent=64, inner=64)
+    for rank in range(2):
+        blocks = [grad[4 * rank : 4 * rank + 4] for grad in weight_grads]
+        for got, wanted in zip(found[rank], [*per_rank[rank], *blocks], strict=True):
+            assert got.isfinite().all()
+            assert (got.double() - wanted).norm() <= 2e-2 * wanted.norm()
+
+
+def tiled(group, parts, width):
     """One step with the products of a GPU, whose kernels run in the interpreter."""
     import triton_interpreter  # noqa: F401
 
     dispatcher = MoonEPDispatcher(None, 4, Collectives(group, align=64))
-    experts = keep_block(Toy(4, latent=64, inner=64), group.rank(), group.size())
+    experts = keep_block(Toy(4, latent=width, inner=width), group.rank(), group.size())
     x, ids, logits = parts[group.rank()]
     leaf, scores = x.requires_grad_(), logits.requires_grad_()
     out = dispatcher(leaf, ids, scores.softmax(-1), experts)
-    (out * probe(group.rank(), len(x), 64)).sum().backward()
+    (out * probe(group.rank(), len(x), width)).sum().backward()
     grads = [w.grad for w in (experts.w1, experts.w3, experts.w2)]
     return [out.detach(), leaf.grad, scores.grad, *grads]
 
 
+@pytest.mark.parametrize("width", [64, 16])
 @pytest.mark.parametrize("favourites", [[0, 1], [0, 1, 2, 3]])
-def test_tiled_products_between_collectives(ranks, favourites):
+def test_tiled_products_between_collectives(ranks, favourites, width):
     pytest.importorskip("triton")
-    parts = [draw_tokens(n, 4, 2, n, favourites, latent=64) for n in (5, 0)]
-    found = ranks(2, tiled, parts)
-    per_rank, weight_grads = one_device(parts, 4, latent=64, inner=64)
+    parts = [draw_tokens(n, 4, 2, n, favourites, latent=width) for n in (5, 0)]
+    found = ranks(2, tiled, parts, width)
+    per_rank, weight_grads = one_device(parts, 4, latent=width, inner=width)
     for rank in range(2):
         blocks = [grad[2 * rank : 2 * rank + 2] for grad in weight_grads]
         for got, wanted in zip(found[rank], [*per_rank[rank], *blocks], strict=True):

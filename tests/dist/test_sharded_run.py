@@ -141,6 +141,12 @@ def test_to_the_published_layout_and_back(recipe, tmp_path):
             assert shape == saved[name].shape
             assert torch.equal(here, saved[name][start : start + len(here)]), name
 
+    start = dataclasses.replace(recipe.train, start_from=str(tmp_path / "hf"), steps=2)
+    again = dataclasses.replace(recipe, train=start)
+    assert run(World(), again, tmp_path / "one")
+    assert all(crew(4).run(run, on(again, FOUR), tmp_path / "four"))
+    assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+
 
 def test_a_checkpoint_of_another_model_is_refused(recipe, tmp_path):
     crew(4).run(run, on(recipe, FOUR), tmp_path / "r", 2)

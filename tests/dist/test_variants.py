@@ -27,10 +27,10 @@ def recipe(tmp_path_factory):
     return tiny_recipe(data, train__micro_sequences=1, train__compute_dtype="float32")
 
 
-def compare(recipe, rel):
+def compare(recipe, rel, parallel=BOTH):
     """Three steps on two processes against the same on one, on the same kind of device."""
     alone = train(World(device=torch.device(DEVICE)), recipe)
-    found = crew(2, DEVICE).run(train, dataclasses.replace(recipe, parallel=BOTH))
+    found = crew(2, DEVICE).run(train, dataclasses.replace(recipe, parallel=parallel))
     # Newton-Schulz runs in bfloat16 on a GPU, so an early difference in the last bit grows there
     rel = rel if DEVICE == "cpu" else max(rel, 5e-3)
     for results, held, *_ in found:
@@ -43,6 +43,20 @@ def compare(recipe, rel):
         for name, (_, grad, weight) in held.items():
             assert weight.dtype == grad.dtype == torch.float32, name
     return found
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelRecipe(zero=1),
+        ParallelRecipe(zero=2, expert=2, balance_experts=False),
+        ParallelRecipe(zero=3, expert=2),
+        ParallelRecipe(zero=3, shard=1, replicate=2),
+    ],
+    ids=["zero 1", "zero 2, unbalanced experts", "zero 3, experts", "two copies"],
+)
+def test_layouts_of_two(recipe, parallel):
+    compare(recipe, 1e-5, parallel)
 
 
 def test_bfloat16_products_leave_float32_where_it_belongs(recipe):

@@ -16,6 +16,8 @@ from openk3.checkpoint import training
 from openk3.checkpoint.hf.folder import Survey, compare, open_folder, usable
 from openk3.checkpoint.hf.header import read_header
 from openk3.checkpoint.hf.load import load
+from openk3.checkpoint.hf.read import FileReader
+from openk3.checkpoint.hf.source import FolderSource, Source
 from openk3.checkpoint.hf.write import COMPANIONS, check_target
 from openk3.checkpoint.trained import is_training_output
 from openk3.config import ModelConfig
@@ -55,6 +57,15 @@ def open_training(path: Path) -> Survey:
     else:
         entries = read_header(path / "model.safetensors")
     return usable(compare(Survey(path, config, config.to_hf(), entries)))
+
+
+def source_of(found: Survey, reader: FileReader) -> Source:
+    """The weights of a model that `open_model` or `open_training` found."""
+    if not (found.path / ".metadata").exists():
+        return FolderSource(found, reader)
+    from openk3.checkpoint.sharded_source import ShardedSource
+
+    return ShardedSource(found.path)
 
 
 def to_training(

@@ -8,13 +8,12 @@ import torch
 from torch.nn import functional as F
 
 from openk3._io import read_json
-from openk3.checkpoint.bridge import open_model
+from openk3.checkpoint.bridge import open_model, source_of
 from openk3.checkpoint.hf.folder import Survey
 from openk3.checkpoint.hf.layout import is_float32
 from openk3.checkpoint.hf.load import load
 from openk3.checkpoint.hf.read import FileReader
 from openk3.checkpoint.hf.save import RANKS, Target, planned_bytes, write_weights
-from openk3.checkpoint.hf.source import FolderSource, Source
 from openk3.checkpoint.trained import is_training_output, load_trained
 from openk3.errors import CheckpointError, InputError
 
@@ -53,7 +52,7 @@ def convert(
     check(found, how)
     with FileReader(mapped=False) as reader:
         write_weights(
-            _source(found, reader),
+            source_of(found, reader),
             found.config,
             target,
             how,
@@ -76,15 +75,7 @@ def check(found: Survey, how: Target) -> int:
             "the stacked layout keeps a layer's experts in one tensor; it has no ranks"
         )
     with FileReader(mapped=False) as reader:
-        return planned_bytes(_source(found, reader), found.config, how)
-
-
-def _source(found: Survey, reader: FileReader) -> Source:
-    if not (found.path / ".metadata").exists():
-        return FolderSource(found, reader)
-    from openk3.checkpoint.sharded_source import ShardedSource
-
-    return ShardedSource(found.path)
+        return planned_bytes(source_of(found, reader), found.config, how)
 
 
 def lossless(found: Survey, how: Target) -> bool:

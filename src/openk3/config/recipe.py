@@ -92,6 +92,8 @@ class TrainRecipe:
     """Sequences per forward of one process; 0 means its whole share. Fewer means accumulation."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of products: float32, bfloat16, or auto (bfloat16 on a GPU, float32 on a CPU)."""
+    start_from: str = ""
+    """Folder of a model or of another run whose weights it starts from; empty: random ones."""
     seed: int = 0
     """Initial weights, and the random numbers of every step and sample."""
     spike_nats: float = 2.0
@@ -203,11 +205,12 @@ class Recipe:
     def deciding(self) -> dict[str, Any]:
         """The sections that decide the computed numbers, flat: `optim.lr` -> value.
 
-        Dataset folders count by their content (the loader's fingerprint), not by their path.
-        How a batch is cut over processes and micro-batches decides nothing but rounding.
+        Dataset folders count by their content (the loader's fingerprint), not by their path; a
+        model to start from is read before step 1 only. How a batch is cut over processes and
+        micro-batches decides nothing but rounding.
         """
         sections = dataclasses.asdict(self)
-        del sections["train"]["micro_sequences"]
+        del sections["train"]["micro_sequences"], sections["train"]["start_from"]
         del sections["run"], sections["parallel"], sections["data"]["train"]
         return flatten(sections)
 

@@ -170,8 +170,9 @@ def training(
         check_folder(recipe, folder, resume)
         sinks.require(recipe.run.trackers)
     trainer = build_trainer(recipe, data, world, loss=loss)
-    if resume:
-        _continue(trainer, checkpoints)
+    resumed = resume and _continue(trainer, checkpoints)
+    if recipe.train.start_from and not resumed:
+        _start(trainer)
     if is_sharded(recipe, world):
         _share_in(trainer, data, checkpoints)
     if not world.is_main:
@@ -205,14 +206,28 @@ def check_folder(recipe: Recipe, folder: Path, resume: bool) -> None:
         )
 
 
-def _continue(trainer: Trainer, checkpoints: CheckpointFolder) -> None:
-    """Bring every process to the newest whole checkpoint; without one the run starts over."""
+def _start(trainer: Trainer) -> None:
+    """Give every process its part of the weights that the run starts from."""
+    from openk3.checkpoint.sharded import Box
+    from openk3.checkpoint.start import fill_weights
+
+    recipe, masters = trainer.recipe, trainer.stepper.masters
+    if is_sharded(recipe, trainer.world):
+        boxes = masters.boxes(trainer.stepper.optimizer)["model"]
+    else:
+        boxes = {name: Box.whole(tensor) for name, tensor in masters.state().items()}
+    fill_weights(recipe.train.start_from, recipe.model, boxes)
+    masters.publish()
+
+
+def _continue(trainer: Trainer, checkpoints: CheckpointFolder) -> bool:
+    """Bring every process to the newest whole checkpoint; False: there is none, it starts over."""
     world, stepper, path = trainer.world, trainer.stepper, None
     if world.is_main and (path := checkpoints.latest()):
         require_same(path, read_state(path)["deciding"], trainer.deciding)
     path = world.share(path)
     if path is None:
-        return
+        return False
     if is_sharded(trainer.recipe, world):
         from openk3.checkpoint.sharded import fill
 
@@ -224,6 +239,7 @@ def _continue(trainer: Trainer, checkpoints: CheckpointFolder) -> None:
         world.copy_from_main(state)
         stepper.masters.publish()
     trainer.restore_loop(read_state(path)["loop"])
+    return True
 
 
 def _share_in(trainer: Trainer, data: Data, checkpoints: CheckpointFolder) -> None:

@@ -108,7 +108,8 @@ class ShardedMasters:
 def build_sharded(recipe: Recipe, world: World) -> tuple[ShardedMasters, Optimizer]:
     """Model, weights and optimizer of this process, laid out as `recipe.parallel` says.
 
-    The values are those of one process with the same seed. Raises ConfigError.
+    The values are those of one process with the same seed, or undefined where the recipe starts
+    from a model. Raises ConfigError.
     """
     layout = resolve(recipe.parallel, world.size)
     check(layout, recipe.model, batch_sequences=recipe.train.batch_sequences)
@@ -124,7 +125,8 @@ def build_sharded(recipe: Recipe, world: World) -> tuple[ShardedMasters, Optimiz
     mesh = Mesh(layout, world.device)
     dtype = pick_dtype(recipe.train.compute_dtype, world.device)
     sharded = Sharded(model, mesh, recipe.parallel.zero, dtype, make_dispatcher(recipe, mesh))
-    sharded.init(recipe.model.initializer_range, recipe.train.seed)
+    if not recipe.train.start_from:
+        sharded.init(recipe.model.initializer_range, recipe.train.seed)
     masters = ShardedMasters(sharded)
     make_muon = partial(ShardedMuon, pieces=sharded.pieces, group=mesh.state)
     return masters, Optimizer(masters.weights, assignments, recipe.optim, make_muon)
