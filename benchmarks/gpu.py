@@ -12,14 +12,16 @@ import torch
 class Clock:
     """Medians of device-event times; a 256 MB write before each run empties the L2 cache."""
 
-    def __init__(self, repeats: int = 15) -> None:
-        self.repeats = repeats
+    def __init__(self, repeats: int = 15, ahead_ms: int = 2) -> None:
+        """ahead_ms: how long the device sleeps before each run, for the host to get ahead of it
+        as it does in training. It must cover the host's time of the slowest function."""
+        self.repeats, self.sleep = repeats, ahead_ms * 2_000_000  # cycles
         self.flush = torch.empty(1 << 28, dtype=torch.int8, device="cuda")
 
     def once(self, function: Callable[[], Any]) -> float:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.flush.zero_()
-        torch.cuda._sleep(4_000_000)  # 2 ms: the host runs ahead, as it does in training
+        torch.cuda._sleep(self.sleep)
         start.record()
         function()
         stop.record()

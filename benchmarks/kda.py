@@ -3,20 +3,20 @@
     python benchmarks/kda.py [--peers fla,flash_kda,attn_gym | none]
                              [--only forward,backward,decode,conv] [--case SUBSTRING]
 
-Peers and ours run in one process on the same inputs in alternating order; medians of device-event
-times with the L2 cache flushed between runs. What was timed is run again on fresh inputs and some
-of its heads are compared with float64. Floors are bytes that must move once over the copy rate.
+Peers and ours run in one process on the same inputs in an order drawn anew each round; medians of
+device-event times with the L2 cache flushed between runs and the host ahead. What was timed is run
+again on fresh inputs and some of its heads are compared with float64: `|got - exact| / |exact|` of
+every output. Floors are bytes that must move once over the copy rate.
 """
 
 import argparse
-import statistics
-from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 
+from gpu import Clock, header
 from openk3.ops.conv import short_conv
 from openk3.ops.kda import BACKENDS, kda
 from openk3.ops.kda.decode import Pending, kda_decode
@@ -45,50 +45,24 @@ def draw(tokens: int, heads: int, seed: int = 0) -> dict[str, Any]:
     return x | {"A_log": normal(heads) * 0.5, "dt_bias": normal(heads * D) * 0.5}
 
 
-class Clock:
-    """Medians of device-event times. Before each run 256 MB are written twelve times: the L2 cache
-    is emptied, and the host gets so far ahead that the device need not wait for it."""
-
-    def __init__(self, repeats: int) -> None:
-        self.repeats = repeats
-        self.flush = torch.empty(1 << 28, dtype=torch.int8, device="cuda")
-
-    def once(self, function: Callable[[], Any]) -> float:
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for _ in range(12):
-            self.flush.zero_()
-        start.record()
-        function()
-        stop.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(stop)
-
-    def compare(self, functions: dict[str, Callable[[], Any]]) -> dict[str, float]:
-        """Median milliseconds of each, run in turn."""
-        for function in functions.values():
-            function()
-            function()
-        times: dict[str, list[float]] = {name: [] for name in functions}
-        for _ in range(self.repeats):
-            for name, function in functions.items():
-                times[name].append(self.once(function))
-        return {name: statistics.median(t) for name, t in times.items()}
-
-    def copy_rate(self) -> float:
-        """Bytes read and written by a device copy, per millisecond."""
-        x = torch.empty(1 << 31, dtype=torch.int8, device="cuda")
-        y = torch.empty_like(x)
-        return 2 * x.numel() / self.compare({"copy": lambda: y.copy_(x)})["copy"]
+LEAVES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
 
 
 def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((got.double() - wanted).norm() / wanted.norm())
+    """Over the heads that `wanted` has."""
+    got = got[tuple(slice(n) for n in wanted.shape)].double()
+    return float((got - wanted).norm() / wanted.norm())
 
 
 def some_heads(x: dict[str, Any], num: int) -> dict[str, Any]:
     """The first heads in float64; heads are independent."""
-    heads = {n: t[:, :, :num].double() for n, t in x.items() if n in ("q", "k", "v", "g", "beta")}
+    heads = {n: x[n][:, :, :num].double() for n in ("q", "k", "v", "g", "beta")}
     return heads | {"A_log": x["A_log"][:num].double(), "dt_bias": x["dt_bias"][: num * D].double()}
+
+
+def errors_of(names: tuple[str, ...], got: Any, wanted: Any) -> str:
+    pairs = zip(names, got, wanted, strict=True)
+    return "  ".join(f"{n} {relative_error(a, b):.1e}" for n, a, b in pairs)
 
 
 def offsets(lengths: list[int] | None) -> torch.Tensor | None:
@@ -106,65 +80,91 @@ def starts(peer: str) -> tuple[bool, str]:
 
 
 def forward(clock: Clock, names: list[str], rate: float, case: str) -> None:
-    print("\nforward, bf16, final state | ms | share of floor | error of o against float64")
+    print("\nforward, bf16, final state | ms | share of floor | errors against float64")
     for title, tokens, heads, lengths in (c for c in FORWARD if case in c[0]):
         x, cu = draw(tokens, heads), offsets(lengths)
         fresh = draw(tokens, heads, seed=1)
+
+        def run(name: str, x=x, cu=cu) -> Any:
+            return kda(**x, cu_seqlens=cu, output_final_state=True, backend=name)
+
         with torch.no_grad():
-
-            def run(name: str, x=x, cu=cu) -> Any:
-                return kda(**x, cu_seqlens=cu, output_final_state=True, backend=name)
-
             times = clock.compare({name: partial(run, name) for name in names})
-            num = min(heads, 2)
-            exact, _ = kda(**some_heads(fresh, num), cu_seqlens=cu, backend="reference")
-            errors = {
-                name: relative_error(
-                    kda(**fresh, cu_seqlens=cu, backend=name)[0][:, :, :num], exact
-                )
-                for name in names
-            }
-        floor = tokens * heads * 1282 / rate
-        report(title, times, errors, floor)
+            exact = run("reference", some_heads(fresh, min(heads, 2)))
+            errors = {n: errors_of(("o", "state"), run(n, fresh), exact) for n in names}
+        report(title, times, errors, tokens * heads * 1282 / rate)
 
 
 def backward(clock: Clock, names: list[str], rate: float, case: str) -> None:
-    print("\nforward + backward | ms | share of floor | error of dk against float64 | extra GiB")
+    print("\nforward + backward | ms | share of floor | extra GiB | errors against float64")
     for title, tokens, heads, lengths in (c for c in BACKWARD if case in c[0]):
         x, fresh, cu = draw(tokens, heads), draw(tokens, heads, seed=1), offsets(lengths)
-        leaves = {n: t.requires_grad_() for n, t in x.items()}
         d_o = torch.randn(1, tokens, heads, D, device="cuda").bfloat16()
 
-        def run(name: str, leaves=leaves, d_o=d_o, cu=cu) -> Any:
+        def run(name: str, x=x, d_o=d_o, cu=cu) -> Any:
+            leaves = {n: x[n].detach().requires_grad_() for n in LEAVES}
             o, _ = kda(**leaves, cu_seqlens=cu, backend=name)
             return torch.autograd.grad(o, list(leaves.values()), d_o.to(o.dtype))
 
         times = clock.compare({name: partial(run, name) for name in names})
         memory, errors = {}, {}
-        few = {n: t.requires_grad_() for n, t in some_heads(fresh, 1).items()}
-        exact = run("reference", few, d_o[:, :, :1])[1]
-        fresh = {n: t.requires_grad_() for n, t in fresh.items()}
+        exact = run("reference", some_heads(fresh, 1), d_o[:, :, :1])
         for name in names:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            run(name)
+            got = run(name, fresh)
             memory[name] = (torch.cuda.max_memory_allocated() - before) / 2**30
-            errors[name] = relative_error(run(name, fresh)[1][:, :, :1], exact)
+            errors[name] = errors_of(tuple(f"d{n}" for n in LEAVES), got, exact)
         report(title, times, errors, tokens * heads * (1282 + 2316) / rate, memory)
 
 
 def report(title: str, times: dict, errors: dict, floor: float, memory: dict | None = None) -> None:
-    print(f"{title}  (floor {floor:.3f} ms)")
+    print(f"{title}  (floor {floor:.3f} ms)", flush=True)
     for name, ms in times.items():
         ratio = "" if name == "triton" else f"  ours is {ms / times['triton']:.2f}x faster"
         extra = "" if memory is None else f"  {memory[name]:.2f} GiB"
-        print(f"  {name:10s} {ms:8.3f}  {floor / ms:5.0%}  {errors[name]:.1e}{extra}{ratio}")
+        print(f"  {name:10s} {ms:8.3f}  {floor / ms:5.0%}{extra}  {errors[name]}{ratio}")
 
 
-def decode(clock: Clock, rate: float, heads: int = 96) -> None:
-    print(
-        "\ndecode, H=96, float32 state, convolution, norms and gates included | ms | share of floor"
+def decode_peers(names: list[str], x: list[torch.Tensor], fixed: dict[str, Any]) -> dict[str, Any]:
+    """One step of the peers' own decoding kernels: norms, gate and recurrence, nothing else of ours
+    (no convolution, head norm or output gate)."""
+    q, k, v, g, beta, _ = x
+    batch, _, heads, _ = q.shape
+    A_log, dt_bias = fixed["A_log"], fixed["dt_bias"]
+    peers = {}
+    if "fla" in names:
+        from fla.ops.kda import fused_recurrent_kda
+
+        flags = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
+        args = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
+        args |= {"lower_bound": -5.0, "initial_state": fixed["state"], "output_final_state": True}
+        peers["fla, recurrence only"] = partial(
+            fused_recurrent_kda, **args, **dict.fromkeys(flags, True)
+        )
+    try:
+        from attn_gym.linear.kda import recurrent_kda_decode
+    except ImportError:
+        return peers
+    pool = torch.cat([fixed["state"], fixed["state"][:1]])  # it takes no slot 0
+    packed = torch.cat([t.flatten(1) for t in (q, k, v)], -1)
+    peers["attn_gym, recurrence only"] = lambda: recurrent_kda_decode(
+        packed,
+        g.view(1, batch, heads, D),
+        beta.view(1, batch, heads),
+        A_log,
+        dt_bias.view(heads, D),
+        pool,
+        fixed["slots"] + 1,
     )
+    return peers
+
+
+def decode(clock: Clock, names: list[str], rate: float, heads: int = 96) -> None:
+    print(
+        "\ndecode, H=96, float32 state; ours: convolution, norms, gate, recurrence, head norm and"
+    )
+    print("output gate | ms | share of floor | times a step of 1")
     for batch in (1, 64, 256):
 
         def projections(tokens: int, batch=batch) -> list[torch.Tensor]:
@@ -172,7 +172,7 @@ def decode(clock: Clock, rate: float, heads: int = 96) -> None:
             x = [torch.randn(*shape, device="cuda").bfloat16() for _ in range(5)]
             return [*x[:4], torch.randn(*shape[:3], device="cuda").bfloat16(), x[4]]
 
-        fixed = {
+        fixed: dict[str, Any] = {
             "conv_weight": torch.randn(3, 4, heads, D, device="cuda"),
             "conv_state": torch.randn(batch, 3, 4, heads, D, device="cuda").bfloat16(),
             "state": torch.randn(batch, heads, D, D, device="cuda"),
@@ -186,17 +186,16 @@ def decode(clock: Clock, rate: float, heads: int = 96) -> None:
         one, eight = projections(1), projections(8)
         window = Pending(*(t.clone() for t in eight[:5]))
         accepted = torch.full((batch,), 8, dtype=torch.int32, device="cuda")
-        times = clock.compare(
-            {
-                "step of 1": lambda one=one, fixed=fixed: kda_decode(*one, **fixed),
-                "replay 8, verify 8": lambda e=eight, f=fixed, w=window, a=accepted: kda_decode(
-                    *e, **f, pending=w, accepted=a
-                ),
-            }
-        )
+        replay = {"pending": window, "accepted": accepted}
+        runs = {
+            "step of 1": partial(kda_decode, *one, **fixed),
+            "replay 8, verify 8": partial(kda_decode, *eight, **fixed, **replay),
+        }
+        times = clock.compare(runs | decode_peers(names, one, fixed))
         floor = batch * heads * (2 * D * D * 4 + 6 * D * 2) / rate
         for name, ms in times.items():
-            print(f"  batch {batch:3d} {name:20s} {ms:7.3f}  {floor / ms:5.0%}")
+            share = f"{floor / ms:5.0%}  {ms / times['step of 1']:.2f}"
+            print(f"  batch {batch:3d} {name:26s} {ms:7.3f}  {share}", flush=True)
 
 
 def convolution(clock: Clock, rate: float, tokens: int = 8192, dim: int = 96 * D) -> None:
@@ -225,7 +224,6 @@ def main() -> None:
     parser.add_argument("--case", default="", help="only cases whose title contains this")
     parser.add_argument("--repeats", type=int, default=20)
     args = parser.parse_args()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, command: {parser.prog}")
     facts = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "width": D, "value_width": D}
     facts |= {"lower_bound": -5.0, "needs_grad": False, "with_states": False}
     usable = {name: (ok, why) for name, ok, why in BACKENDS.explain(**facts)}
@@ -236,15 +234,14 @@ def main() -> None:
             ok, why = starts(peer)
         print(f"peer {peer}: {why}")
         names += [peer] if ok else []
-    clock = Clock(args.repeats)
-    rate = clock.copy_rate()
-    print(f"device copy {rate / 1e9:.2f} TB/s")
+    clock = Clock(args.repeats, ahead_ms=8)
+    rate, _ = header(clock)
     if "forward" in args.only:
         forward(clock, names, rate, args.case)
     if "backward" in args.only:
         backward(clock, [n for n in names if n != "flash_kda"], rate, args.case)
     if "decode" in args.only:
-        decode(clock, rate)
+        decode(clock, names, rate)
     if "conv" in args.only:
         convolution(clock, rate)
 

@@ -88,19 +88,26 @@ def dot_halves(a, a_rest, b, b_rest, c):
 
 @triton.jit
 def locate(slot, cu, tokens, num_seqs, unit, PACKED: tl.constexpr):
-    """Slot -> (sequence, index of the unit in it, first row of the sequence, its length)."""
+    """Slot -> (sequence, index of the unit in it, first row of the sequence, its length).
+
+    The last 32 candidates are looked at together: each step of a bisection waits for a load.
+    """
     if PACKED:
         low = 0
         high = num_seqs
-        while high - low > 1:
+        while high - low > 32:
             middle = (low + high) // 2
             if tl.load(cu + middle).to(tl.int32) // unit + middle <= slot:
                 low = middle
             else:
                 high = middle
-        n = low
-        start = tl.load(cu + n).to(tl.int32)
-        length = tl.load(cu + n + 1).to(tl.int32) - start
+        at = low + tl.arange(0, 32)
+        begin = tl.load(cu + at, at < high, 0).to(tl.int32)
+        end = tl.load(cu + at + 1, at < high, 0).to(tl.int32)
+        here = (at < high) & (begin // unit + at <= slot)  # n and all before it
+        n = tl.max(tl.where(here, at, 0), 0)
+        start = tl.max(tl.where(here, begin, 0), 0)
+        length = tl.max(tl.where(here, end, 0), 0) - start
         index = slot - (start // unit + n)
     else:
         units = tl.maximum(tl.cdiv(tokens, unit), 1)
