@@ -63,7 +63,8 @@ def test_shell_is_a_terminal_inside(home, gvisor):  # noqa: F811
         termios.tcsetwinsize(ours, (44, 55))
         shell.send_signal(signal.SIGWINCH)
         answer("until [ \"$(stty size)\" = '44 55' ]; do :; done; echo now-$((6 * 7))\n", "now-42")
-        answer("echo go-$((6 * 7)); sleep 1000\n", "go-42")
+        # The sleeper itself says that it runs: before it has the terminal, ^C would reach bash.
+        answer("sh -c 'echo go-$((6 * 7)); exec sleep 1000'\n", "go-42")
         answer("\x03echo interrupted-$((6 * 7))\n", "interrupted-42")
         os.write(ours, b"exit 5\n")
         with suppress(OSError):  # how a terminal says that everybody has left
