@@ -3,8 +3,9 @@
 import asyncio
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
@@ -13,6 +14,9 @@ from openk3.errors import BackendError
 from openk3.sandbox import Pool, Sandbox, engines, recovery
 from openk3.sandbox.probe import probe
 from openk3.sandbox.store.home import Home, mounts_below
+
+HANGS_AFTER_S = 150.0
+T = TypeVar("T")
 
 
 @pytest.fixture(scope="session")
@@ -73,15 +77,29 @@ def bwrap(home: Home) -> str:
     return "bwrap"
 
 
+class Bounded:
+    """An event loop on which nothing waits for ever: what hangs is shown where it hangs."""
+
+    def __init__(self, runner: asyncio.Runner) -> None:
+        self.runner = runner
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        async def bounded() -> T:
+            async with asyncio.timeout(HANGS_AFTER_S):
+                return await work
+
+        return self.runner.run(bounded())
+
+
 @pytest.fixture(scope="module")
-def aio() -> Iterator[asyncio.Runner]:
+def aio() -> Iterator[Bounded]:
     """One event loop for a module's machines."""
     with asyncio.Runner() as runner:
-        yield runner
+        yield Bounded(runner)
 
 
 @pytest.fixture(scope="module")
-def pool(home: Home, gvisor: str, aio: asyncio.Runner) -> Iterator[Pool]:
+def pool(home: Home, gvisor: str, aio: Bounded) -> Iterator[Pool]:
     async def make() -> Pool:
         return Pool(home)
 
@@ -96,7 +114,7 @@ def pool(home: Home, gvisor: str, aio: asyncio.Runner) -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="module")
-def box(pool: Pool, aio: asyncio.Runner) -> Iterator[Sandbox]:
+def box(pool: Pool, aio: Bounded) -> Iterator[Sandbox]:
     """One machine that a module's tests share."""
     box = aio.run(Sandbox.create(pool=pool, timeout=1200))
     yield box
@@ -104,7 +122,7 @@ def box(pool: Pool, aio: asyncio.Runner) -> Iterator[Sandbox]:
 
 
 @pytest.fixture
-def fresh(pool: Pool, aio: asyncio.Runner) -> Iterator[Sandbox]:
+def fresh(pool: Pool, aio: Bounded) -> Iterator[Sandbox]:
     """A machine of a test's own."""
     box = aio.run(Sandbox.create(pool=pool, timeout=1200))
     yield box

@@ -18,7 +18,9 @@ from sandbox_fixtures import gvisor, home  # noqa: F401 (fixtures)
 def k3(*words: str, at, stdin: bytes = b"") -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "openk3", "sandbox", *words]
     env = {**os.environ, "OPENK3_SANDBOX_HOME": str(at.path)}
-    return subprocess.run(command, input=stdin, capture_output=True, env=env, check=False)
+    return subprocess.run(
+        command, input=stdin, capture_output=True, env=env, check=False, timeout=120
+    )
 
 
 def test_a_sandbox_lives_between_commands(home, gvisor):  # noqa: F811

@@ -85,12 +85,18 @@ def test_fork_and_snapshot_of_files(aio, files_pool):
     async def go() -> None:
         box = await _make(files_pool)
         await box.run("echo one > f")
-        saved = await box.snapshot("files")
+        for unasked in (box.snapshot("files"), box.fork(1)):
+            with pytest.raises(InputError, match="memory=False"):
+                await unasked
+        saved = await box.snapshot("files", memory=False)
         assert not saved.memory
         await box.run("echo two > f")
         await box.pause(memory=False)
         (copy,) = await box.fork(1)
         assert (await copy.run("cat f")).stdout == "two\n"
+        (second,) = await copy.fork(1, memory=False)
+        assert (await second.run("cat f")).stdout == "two\n"
+        assert await second.kill()
         with pytest.raises(BackendError, match="made by backend bwrap"):
             await Sandbox.create(saved.id, pool=files_pool, backend="gvisor")
         again = await Sandbox.create(saved.id, pool=files_pool, backend="bwrap")

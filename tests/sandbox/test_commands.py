@@ -168,6 +168,96 @@ def test_terminal_with_size_and_resize(aio, box):
     assert text.endswith("44 55\r\n")
 
 
+WRITE_BACK = """
+import sys, termios
+old = termios.tcgetwinsize(0)
+print("read", flush=True)
+sys.stdin.readline()
+termios.tcsetwinsize(0, old)
+while termios.tcgetwinsize(0) == old:
+    pass
+print(*termios.tcgetwinsize(0))
+"""
+
+
+def test_new_size_outlives_a_line_editor_that_writes_the_old_one_back(aio, box):
+    """Which GNU readline does with every prompt: a size that arrived in between was lost."""
+
+    async def go() -> bytes:
+        job = await box.start(["python3", "-c", WRITE_BACK], tty=(33, 101), timeout=60)
+        seen = b""
+        async for _, piece in job:
+            seen += piece
+            if seen == b"read\r\n":
+                await job.resize(44, 55)
+                await job.send(b"\n")
+        return seen
+
+    assert aio.run(go()).endswith(b"44 55\r\n")
+
+
+def test_programs_in_the_terminal_are_told_of_its_new_size(aio, box):
+    server = "trap 'echo told wrongly' WINCH; echo ready; until [ -e told ]; do sleep 0.01; done"
+    script = f"trap 'stty size' WINCH; setsid sh -c \"{server}\" & until wait $!; do :; done"
+
+    async def go() -> str:
+        job = await box.start(["sh", "-c", script], tty=(33, 101), timeout=60)
+        seen = b""
+        async for _, piece in job:
+            seen += piece
+            if seen == b"ready\r\n":
+                await job.resize(44, 55)
+            if b"44 55" in seen:
+                await box.run("touch told")
+        return seen.decode()
+
+    assert aio.run(go()) == "ready\r\n44 55\r\n"
+
+
+def test_nonsense_for_the_agent_is_an_error_and_not_its_end(aio, box):
+    async def go() -> None:
+        for size in ((0, 80), (24, 70_000), (-1, 80)):
+            with pytest.raises(InputError, match="tty"):
+                await box.start("true", tty=size)
+        job = await box.start("sleep 1000", tty=(24, 80))
+        with pytest.raises(InputError, match="70000"):
+            await job.resize(24, 70_000)
+        with pytest.raises(InputError, match="999"):
+            await job.signal(999)
+        with pytest.raises(InputError, match="did you mean 'timeout'"):
+            await box.run("true", time_out=3)
+        assert await job.kill()
+        assert (await box.run("echo here")).stdout == "here\n"
+
+    aio.run(go())
+
+
+def test_a_filter_that_writes_while_it_reads_gets_all_of_its_input(aio, box):
+    data = bytes(range(256)) * 20_000
+    result = aio.run(box.run(["cat"], input=data))
+    assert hashlib.sha256(result.stdout_bytes).digest() == hashlib.sha256(data).digest()
+
+
+def test_input_that_nobody_reads_holds_up_nobody(aio, box):
+    """A command that closed its input, and one that ends before it has read it."""
+    data = b"x" * 5_000_000
+    assert aio.run(box.run("exec <&-; sleep 0.1; echo closed", input=data)).stdout == "closed\n"
+    assert aio.run(box.run("true", input=data)).exit_code == 0
+
+    async def two_callers() -> None:
+        job = await box.start("exec <&-; echo closed; sleep 1000", stdin=True)
+        await anext(job)
+        connection = await box.connected()
+        call = connection.open("stdin", job=job.job)
+        await call.send(data)
+        call.send_eof()
+        await call.result()
+        await job.send(data)
+        await job.kill()
+
+    aio.run(two_callers())
+
+
 def test_many_commands_at_once_keep_their_outputs_apart(aio, box):
     async def go() -> list[str]:
         runs = [box.run(f"for i in 1 2 3 4 5; do echo {n}; done") for n in range(12)]

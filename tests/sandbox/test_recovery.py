@@ -49,23 +49,23 @@ async def _check(home, promised: dict[str, str]) -> None:
     known = {record.id for record in recovery.records(home)}
     assert promised.keys() <= known, "a paused sandbox is gone"
     for box_id, content in promised.items():
-        assert await _content(pool, box_id) == content
+        assert await _insist(pool, box_id, "cat f") == content
     for record in recovery.records(home):
         await pool.kill(record.id)
     await pool.close()
 
 
-async def _content(pool: Pool, box_id: str) -> str:
-    """What the file says; asked again while a pause that the dead manager began is under way."""
+async def _insist(pool: Pool, box_id: str, cmd: str) -> str:
+    """What a command prints; asked again while a pause that nobody here began is under way."""
     while True:
         try:
             box = await Sandbox.connect(box_id, pool=pool)
-            content = (await box.run("cat f")).stdout.strip()
+            said = (await box.run(cmd)).stdout.strip()
         except ConflictError:
             await asyncio.sleep(0.05)
             continue
         await box.close()
-        return content
+        return said
 
 
 def _cycles(home, num_cycles: int, seed: int) -> Counter:
@@ -181,12 +181,11 @@ def test_time_limit_holds_without_any_manager(aio, home, pool):
 def test_idle_sandbox_pauses_itself(aio, pool):
     async def go() -> None:
         box = await Sandbox.create(pool=pool, idle_pause=1.0)
-        await box.run("echo x > f")
+        await _insist(pool, box.id, "echo x > f")
         while (await box.refresh()).state != State.PAUSED:
             await asyncio.sleep(0.05)
-        again = await Sandbox.connect(box.id, pool=pool)
-        assert (await again.run("cat f")).stdout == "x\n"
-        await again.kill()
+        assert await _insist(pool, box.id, "cat f") == "x"
+        await pool.kill(box.id)
 
     aio.run(go())
 

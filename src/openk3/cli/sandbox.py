@@ -2,16 +2,15 @@
 
 import argparse
 import asyncio
-import os
-import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from openk3.cli import common
-from openk3.errors import BackendError, InputError
-from openk3.sandbox import Limits, Pool, Process, Sandbox
+from openk3.cli.sandbox_host import serve, setup
+from openk3.errors import InputError
+from openk3.sandbox import Limits, Pool, Sandbox
 
 Action = Callable[[argparse.Namespace, Pool], Awaitable[int]]
 
@@ -80,9 +79,11 @@ def _parser() -> argparse.ArgumentParser:
     sub = verb("fork", fork, "copies that go on from this moment")
     sub.add_argument("id")
     sub.add_argument("-n", "--count", type=int, default=1)
+    sub.add_argument("--files-only", action="store_true", help="end the processes")
     sub = verb("snapshot", snapshot, "an immutable copy to create from")
     sub.add_argument("id")
     sub.add_argument("--name")
+    sub.add_argument("--files-only", action="store_true", help="end the processes")
     sub = verb("serve", serve, "an E2B-compatible server over these sandboxes")
     sub.add_argument("--host", default="127.0.0.1")
     sub.add_argument("--port", type=int, default=3000)
@@ -93,35 +94,6 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--prewarm", type=int, default=0, help="machines to keep started")
     sub.add_argument("--max-running", type=int, default=64)
     return parser
-
-
-async def setup(options: argparse.Namespace, pool: Pool) -> int:
-    """Says what it does and why."""
-    from openk3.sandbox import engines
-    from openk3.sandbox.probe import probe
-    from openk3.sandbox.templates import sources
-
-    try:
-        engine = engines.find(options.backend)
-        print(f"{options.backend}: {engine.program}, version {engine.version}")
-    except BackendError as error:
-        print(f"{error}\nfetching it from this machine's Debian mirror ...", flush=True)
-        engine = await asyncio.to_thread(engines.fetch, options.backend)
-        print(f"{options.backend}: {engine.program}, version {engine.version}")
-    found = await probe(pool, options.backend, fresh=True)
-    if not found.ok:
-        raise BackendError(f"the self-test failed: {found.reason}")
-    able = ", ".join(name for name, value in found.capabilities.items() if value)
-    print(f"self-test passed in {found.seconds:.1f} s: {able}")
-    name = options.template or "python"
-    if options.source:
-        template = await asyncio.to_thread(sources.add, pool.home, name, options.source)
-        print(f"template {name}: {template.id} from {options.source}")
-    if options.backend == "gvisor":
-        started = time.perf_counter()
-        template_id = await pool.warm(name)
-        print(f"template {template_id} is warm ({time.perf_counter() - started:.1f} s)")
-    return 0
 
 
 async def new(options: argparse.Namespace, pool: Pool) -> int:
@@ -173,52 +145,16 @@ def _to(stream: Any) -> Callable[[bytes], None]:
 
 
 async def shell(options: argparse.Namespace, pool: Pool) -> int:
-    """This terminal, connected to one inside. Closing the terminal ends the shell."""
-    import termios
-    import tty
+    """Needs a terminal, and gives it to a shell inside."""
+    from openk3.cli.terminal import Terminal
 
     if not sys.stdin.isatty():
         raise InputError("k3 sandbox shell needs a terminal; use k3 sandbox run")
     box = await Sandbox.connect(options.id, pool=pool)
-    cmd = ["/bin/sh", "-c", "command -v bash >/dev/null && exec bash -l; exec sh -l"]
-    job = await box.start(cmd, tty=_terminal_size())
-    loop = asyncio.get_running_loop()
-    before = termios.tcgetattr(0)
-    tasks: set[asyncio.Task[Any]] = set()
-
-    def spawn(work: Any) -> None:
-        task = loop.create_task(work)
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-
-    def typed() -> None:
-        if piece := os.read(0, 4096):
-            spawn(job.send(piece))
-        else:
-            loop.remove_reader(0)
-            job.close_stdin()
-
     try:
-        tty.setraw(0)
-        loop.add_reader(0, typed)
-        loop.add_signal_handler(signal.SIGWINCH, lambda: spawn(job.resize(*_terminal_size())))
-        return await _show(job)
+        return await Terminal().shell(box)
     finally:
-        loop.remove_reader(0)
-        termios.tcsetattr(0, termios.TCSADRAIN, before)
         await box.close()
-
-
-def _terminal_size() -> tuple[int, int]:
-    """(rows, columns); of a terminal that does not know, the usual ones."""
-    columns, rows = os.get_terminal_size(0)
-    return rows or 24, columns or 80
-
-
-async def _show(job: Process) -> int:
-    async for _, piece in job:
-        os.write(1, piece)
-    return job.ended["exit_code"]
 
 
 async def ls(options: argparse.Namespace, pool: Pool) -> int:
@@ -272,7 +208,7 @@ async def kill(options: argparse.Namespace, pool: Pool) -> int:
 
 async def fork(options: argparse.Namespace, pool: Pool) -> int:
     box = await Sandbox.connect(options.id, pool=pool)
-    for copy in await box.fork(options.count, timeout=3600.0):
+    for copy in await box.fork(options.count, timeout=3600.0, memory=not options.files_only):
         print(copy.id)
         await copy.close()
     await box.close()
@@ -280,29 +216,6 @@ async def fork(options: argparse.Namespace, pool: Pool) -> int:
 
 
 async def snapshot(options: argparse.Namespace, pool: Pool) -> int:
-    print((await pool.snapshot(options.id, options.name)).id)
-    return 0
-
-
-def serve(options: argparse.Namespace) -> int:
-    """Until interrupted. Prints the three settings that the stock SDK needs."""
-    from openk3.api.auth import ApiKeys, load_keys, own_key
-    from openk3.api.e2b.app import create_app
-    from openk3.api.serving import serve as serve_app
-
-    pool = Pool(options.home, prewarm=options.prewarm, max_running=options.max_running)
-    shown = "$E2B_API_KEY"
-    if options.no_key:
-        keys, shown = ApiKeys(), "e2b_" + "0" * 40
-    elif options.key_file:
-        keys = load_keys([], options.key_file)
-    else:
-        shown = own_key(pool.home.path / "api.key", "e2b_")
-        keys = ApiKeys([shown])
-
-    def ready(url: str) -> None:
-        print(f"export E2B_API_URL={url} E2B_SANDBOX_URL={url} E2B_API_KEY={shown}", flush=True)
-
-    app = create_app(pool, keys, backend=options.backend, files_only=options.files_only)
-    serve_app(app, host=options.host, port=options.port, keys=keys, on_ready=ready)
+    saved = await pool.snapshot(options.id, options.name, memory=not options.files_only)
+    print(saved.id)
     return 0

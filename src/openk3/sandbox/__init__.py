@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from openk3.sandbox.pool import Pool
     from openk3.sandbox.process import Process
+    from openk3.sandbox.requests import ProcessRequest, SandboxRequest
     from openk3.sandbox.sandbox import Sandbox
     from openk3.sandbox.types import Entry, Info, Limits, Network, Result, SnapshotInfo, State
 
@@ -16,13 +17,21 @@ __all__ = [
     "Network",
     "Pool",
     "Process",
+    "ProcessRequest",
     "Result",
     "Sandbox",
+    "SandboxRequest",
     "SnapshotInfo",
     "State",
 ]
 
-_HOME = {"Pool": "pool", "Process": "process", "Sandbox": "sandbox"}
+_HOME = {
+    "Pool": "pool",
+    "Process": "process",
+    "ProcessRequest": "requests",
+    "Sandbox": "sandbox",
+    "SandboxRequest": "requests",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,14 +1,14 @@
 """Choosing a backend: data and a live test, decided once, never a silent downgrade."""
 
 import os
-from typing import Any
 
 from openk3.errors import BackendError, InputError, nearest
 from openk3.sandbox.local import LocalSandbox, describe
 from openk3.sandbox.pool import Pool
 from openk3.sandbox.probe import Probe, probe
+from openk3.sandbox.requests import SandboxRequest
 from openk3.sandbox.sandbox import Sandbox
-from openk3.sandbox.types import Capabilities, Info, Network
+from openk3.sandbox.types import Capabilities, Info
 
 LOCAL = ("gvisor", "bwrap")
 NAMES = ("auto", *LOCAL, "agentenv", "inprocess")
@@ -52,36 +52,26 @@ def resolve(backend: str) -> str:
     return backend
 
 
-async def create(backend: str, **wanted: Any) -> Sandbox:
+async def create(backend: str, request: SandboxRequest, pool: Pool | None) -> Sandbox:
     """See `Sandbox.create`."""
     backend = resolve(backend)
-    pool = wanted.pop("pool") or None
     if backend == "agentenv":
         from openk3.sandbox.agentenv import RemoteSandbox
 
-        return await RemoteSandbox.begin(**wanted)
+        return await RemoteSandbox.begin(request)
     if backend == "inprocess":
         from openk3.sandbox.inprocess import InProcessSandbox
 
-        return InProcessSandbox(**wanted)
-    network: Network = wanted.pop("network")
-    if network.wanted:
+        return InProcessSandbox(request)
+    if request.network.wanted:
         raise BackendError(
             "the local backends offer no network at all; leave `network` out or use agentenv"
         )
     pool = pool or default_pool()
     if backend != "auto":
-        pool.require_backend(wanted["template"], backend)  # whether or not it works here
-    chosen = await choose(backend, pool, wanted["allow_files_only"])
-    names = ("timeout", "on_timeout", "idle_pause", "env", "metadata")
-    record, connection = await pool.create(
-        wanted["template"],
-        chosen.backend,
-        limits=wanted["limits"],
-        commit={name: wanted[name] for name in names},
-        user=wanted["user"],
-        allow_files_only=wanted["allow_files_only"],
-    )
+        pool.starter.require_backend(request.template, backend)  # whether or not it works here
+    chosen = await choose(backend, pool, request.allow_files_only)
+    record, connection = await pool.create(request, chosen.backend)
     return LocalSandbox(pool, record, Capabilities(**chosen.capabilities), connection)
 
 

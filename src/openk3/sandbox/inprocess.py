@@ -8,15 +8,16 @@ import asyncio
 import copy
 import itertools
 import posixpath
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
 from openk3.errors import BackendError, ConflictError, NotFoundError
 from openk3.sandbox.files import Content, Files
-from openk3.sandbox.process import MAX_OUTPUT, Process
-from openk3.sandbox.sandbox import Command, Sandbox
-from openk3.sandbox.types import Capabilities, Entry, Info, Limits, Result, SnapshotInfo, State
+from openk3.sandbox.process import Process
+from openk3.sandbox.requests import Command, ProcessRequest, SandboxRequest
+from openk3.sandbox.sandbox import Sandbox
+from openk3.sandbox.types import Capabilities, Entry, Info, Result, SnapshotInfo, State
 
 Reply = Callable[["InProcessSandbox", Command], "Result | str"]
 _numbers = itertools.count(1)
@@ -98,11 +99,12 @@ class FakeFiles(Files):
 class InProcessSandbox(Sandbox):
     """`create(backend="inprocess")`; give it answers with `answers["command"] = function`."""
 
-    def __init__(self, **wanted: Any) -> None:
+    def __init__(self, wanted: SandboxRequest) -> None:
         number = next(_numbers)
+        self._wanted = wanted
         self.id = f"fake{number:016d}"
         self.answers: dict[str, Reply] = {}
-        self.content = dict(_snapshots.get(wanted["template"], {}))
+        self.content = dict(_snapshots.get(wanted.template, {}))
         self.files = FakeFiles(self)
         self.commands: list[Command] = []
         self._state: State | None = State.RUNNING
@@ -112,10 +114,10 @@ class InProcessSandbox(Sandbox):
             backend="inprocess",
             isolation="none",
             capabilities=Capabilities(True, True, False, False, False, False),
-            template=wanted["template"],
-            limits=wanted.get("limits") or Limits(),
-            metadata=dict(wanted.get("metadata") or {}),
-            env=dict(wanted.get("env") or {}),
+            template=wanted.template,
+            limits=wanted.limits,
+            metadata=dict(wanted.metadata),
+            env=dict(wanted.env),
             generation=f"{self.id}-1",
         )
 
@@ -125,7 +127,7 @@ class InProcessSandbox(Sandbox):
         if self._state != State.RUNNING:
             raise ConflictError(f"sandbox {self.id} is not running")
 
-    async def run(self, cmd: Command, *, timeout: float | None = None, **options: Any) -> Result:
+    async def run(self, cmd: Command, **options: Any) -> Result:
         """What the registered function for the whole command or its first word says."""
         self.require_running()
         self.commands.append(cmd)
@@ -142,21 +144,7 @@ class InProcessSandbox(Sandbox):
             result, stdout_bytes=result.stdout.encode(), stderr_bytes=result.stderr.encode()
         )
 
-    async def start(
-        self,
-        cmd: Command,
-        *,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        user: str | None = None,
-        timeout: float | None = None,
-        stdin: bool = False,
-        tty: tuple[int, int] | None = None,
-        detach: bool = False,
-        tag: str | None = None,
-        output_limit: int | None = None,
-        max_output: int = MAX_OUTPUT,
-    ) -> Process:
+    async def _start(self, request: ProcessRequest) -> Process:
         raise BackendError("backend inprocess runs no processes; use run()")
 
     async def attach(self, *, pid: int | None = None, tag: str | None = None) -> Process:
@@ -182,15 +170,17 @@ class InProcessSandbox(Sandbox):
         self._state = State.RUNNING
         self._info = replace(self._info, generation=self._info.generation + "+")
 
-    async def fork(self, count: int = 1, *, timeout: float | None = 300.0) -> list[Sandbox]:
+    async def fork(
+        self, count: int = 1, *, timeout: float | None = 300.0, memory: bool = True
+    ) -> list[Sandbox]:
         copies: list[Sandbox] = []
         for _ in range(count):
-            other = InProcessSandbox(template=self._info.template, env=self._info.env)
+            other = InProcessSandbox(self._wanted)
             other.content, other.answers = copy.deepcopy(self.content), dict(self.answers)
             copies.append(other)
         return copies
 
-    async def snapshot(self, name: str | None = None) -> SnapshotInfo:
+    async def snapshot(self, name: str | None = None, *, memory: bool = True) -> SnapshotInfo:
         snapshot_id = f"snapfake{next(_numbers):012d}"
         _snapshots[snapshot_id] = copy.deepcopy(self.content)
         size = sum(map(len, self.content.values()))

@@ -1,14 +1,14 @@
 """Sandboxes of this machine, on gVisor or bubblewrap, through their keepers."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from openk3.errors import ConflictError, OpenK3Error
 from openk3.sandbox.client import Connection
 from openk3.sandbox.files import Files
 from openk3.sandbox.pool import Pool
-from openk3.sandbox.process import MAX_OUTPUT, Process
-from openk3.sandbox.sandbox import Command, Sandbox
+from openk3.sandbox.process import Process
+from openk3.sandbox.requests import ProcessRequest
+from openk3.sandbox.sandbox import Sandbox
 from openk3.sandbox.store.records import BoxRecord, SnapshotRecord
 from openk3.sandbox.types import Capabilities, Info, Limits, SnapshotInfo, State
 
@@ -32,34 +32,9 @@ class LocalSandbox(Sandbox):
             self._connection = await Connection.to_box(self.pool.home.box(self.id))
         return self._connection
 
-    async def start(
-        self,
-        cmd: Command,
-        *,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        user: str | None = None,
-        timeout: float | None = None,
-        stdin: bool = False,
-        tty: tuple[int, int] | None = None,
-        detach: bool = False,
-        tag: str | None = None,
-        output_limit: int | None = None,
-        max_output: int = MAX_OUTPUT,
-    ) -> Process:
-        params = {
-            "cmd": cmd,
-            "cwd": cwd,
-            "env": dict(env or {}),
-            "user": user,
-            "timeout": timeout,
-            "stdin": stdin,
-            "tty": {"rows": tty[0], "cols": tty[1]} if tty else None,
-            "detach": detach,
-            "tag": tag,
-            "output_limit": output_limit,
-        }
-        return await Process.begin(await self.connected(), "start", params, max_output)
+    async def _start(self, request: ProcessRequest) -> Process:
+        connection = await self.connected()
+        return await Process.begin(connection, "start", request.params(), request.max_output)
 
     async def attach(self, *, pid: int | None = None, tag: str | None = None) -> Process:
         return await Process.begin(await self.connected(), "attach", {"pid": pid, "tag": tag})
@@ -88,8 +63,10 @@ class LocalSandbox(Sandbox):
         self._connection = await self.pool.resume(self.id, timeout)
         await self.refresh()
 
-    async def fork(self, count: int = 1, *, timeout: float | None = 300.0) -> list[Sandbox]:
-        copies = await self.pool.fork(self.id, count, {"timeout": timeout})
+    async def fork(
+        self, count: int = 1, *, timeout: float | None = 300.0, memory: bool = True
+    ) -> list[Sandbox]:
+        copies = await self.pool.fork(self.id, count, {"timeout": timeout}, memory=memory)
         made = [
             LocalSandbox(self.pool, record, self.capabilities, connection)
             for record, connection in (item for item in copies if isinstance(item, tuple))
@@ -102,8 +79,7 @@ class LocalSandbox(Sandbox):
         await self.refresh()
         return list(made)
 
-    async def snapshot(self, name: str | None = None) -> SnapshotInfo:
-        memory = self.capabilities.memory
+    async def snapshot(self, name: str | None = None, *, memory: bool = True) -> SnapshotInfo:
         saved = await self.pool.snapshot(self.id, name, memory=memory)
         await self.refresh()
         return snapshot_info(self.pool, saved)

@@ -5,30 +5,26 @@ manager loses nothing and two managers cannot disagree.
 """
 
 import asyncio
-import os
 import time
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from openk3.errors import (
     BackendError,
-    CheckpointError,
     ConflictError,
     InputError,
-    LimitError,
     NotFoundError,
     OpenK3Error,
 )
-from openk3.sandbox import engines, events, recovery, stock
+from openk3.sandbox import events, recovery, stock
 from openk3.sandbox.client import Connection
-from openk3.sandbox.launch import Launcher
+from openk3.sandbox.forking import Copy, children
+from openk3.sandbox.requests import SandboxRequest
+from openk3.sandbox.starting import Starter
 from openk3.sandbox.store import gc, snapshots
 from openk3.sandbox.store.home import Home, new_id
 from openk3.sandbox.store.records import BoxRecord, SnapshotRecord
-from openk3.sandbox.templates import catalog, runtime
-from openk3.sandbox.types import Limits
 
 ASK_TIMEOUT_S = 15.0
 KILL_TIMEOUT_S = 60.0
@@ -47,141 +43,38 @@ class Pool:
         at_once: int | None = None,
     ) -> None:
         self.home = home if isinstance(home, Home) else Home(home)
-        self.max_running, self.max_layers = max_running, max_layers
-        self._starting = asyncio.Semaphore(at_once or max(2, os.cpu_count() or 2) * 2)
-        self._launcher = Launcher(self.home)
-        self._ready = stock.Ready(self, prewarm)
+        self.starter = Starter(
+            self.home, max_running=max_running, max_layers=max_layers, at_once=at_once
+        )
+        self._ready = stock.Ready(self.starter, prewarm)
         self._chores: set[asyncio.Task[Any]] = set()
 
-    # -- starting ---------------------------------------------------------------------------
+    # -- new sandboxes ----------------------------------------------------------------------
 
-    def _plan(self, record: BoxRecord) -> dict[str, Any]:
-        engine = engines.find(record.backend)
-        template = catalog.get(self.home, record.template)
-        layer = runtime.build(self.home.runtime)
-        return {
-            "backend": record.backend,
-            "program": engine.program,
-            "engine": engine.version,
-            "cpu": engines.cpu_fingerprint(),
-            "template": template.id,
-            "template_root": str(template.root),
-            "runtime": layer.name,
-            "runtime_root": str(layer),
-            "agent": runtime.agent_argv(),
-            "group": recovery.group_name(self.home, record.id),
-            "max_layers": self.max_layers,
-            "limits": record.limits,
-        }
-
-    async def boot(self, record: BoxRecord, mode: str = "new") -> Connection:
-        """A keeper for a new or a paused sandbox, once its machine answers."""
-        async with self._starting:
-            plan = await asyncio.to_thread(self._plan, record)
-            record.template = plan["template"]
-            connection, _ = await self._launcher.launch(mode, record.id, asdict(record), plan)
-            return connection
-
-    def _require_room(self, count: int = 1) -> None:
-        running = sum(record.state == "running" for record in recovery.records(self.home))
-        if running + count > self.max_running:
-            raise LimitError(
-                f"{running} sandboxes run and at most {self.max_running} may, so {count} more "
-                "cannot start; pause or kill some"
-            )
-
-    async def create(
-        self,
-        template: str,
-        backend: str,
-        *,
-        limits: Limits,
-        commit: dict[str, Any],
-        user: str = "user",
-        allow_files_only: bool = False,
-    ) -> tuple[BoxRecord, Connection]:
+    async def create(self, request: SandboxRequest, backend: str) -> tuple[BoxRecord, Connection]:
         """A new sandbox from a template or a snapshot.
 
-        `commit` holds metadata, env, timeout, on_timeout, idle_pause. Raises OpenK3Error; then
-        nothing is left behind.
+        Raises OpenK3Error; then nothing is left behind.
         """
-        self._require_room()
         record = BoxRecord(
             id=new_id(),
             backend=backend,
-            template=template,
+            template=request.template,
             state="running",
-            limits=asdict(limits),
-            user=user,
-            allow_files_only=allow_files_only,
+            limits=asdict(request.limits),
+            user=request.user,
+            allow_files_only=request.allow_files_only,
         )
-        kind = (template, backend, asdict(limits), user)
-        record, connection = self._ready.take(kind) or (record, await self.begin(record))
-        with self.home.using():
-            await self.commit(record, connection, {**commit, "created": time.time()})
+        kind = (request.template, backend, asdict(request.limits), request.user)
+        with self.starter.room([record.id]):
+            begun = self._ready.take(kind)
+            record, connection = begun or (record, await self.starter.begin(record))
+            with self.home.using():
+                fields = {**request.life, "created": time.time()}
+                await self.starter.commit(record, connection, fields)
         if self._ready.count:
             self._chore(self._ready.refill(kind))
         return record, connection
-
-    async def begin(self, record: BoxRecord) -> Connection:
-        """Boot a snapshot, the warm image or nothing; a stale or damaged warm image is dropped."""
-        with self.home.using():
-            self._choose_image(record)
-            warm = record.image is not None and not record.own_image
-            try:
-                return await self.boot(record)
-            except CheckpointError as error:
-                if not warm:
-                    raise
-                events.emit(self.home, "warm_image_dropped", record.id, reason=str(error))
-                stock.drop_warm_image(self.home, record.template)
-                record.image = None
-                record.id = new_id()
-                return await self.boot(record)
-
-    async def commit(
-        self, record: BoxRecord, connection: Connection, fields: dict[str, Any]
-    ) -> None:
-        """Adopt a machine that was begun; on any failure it ends, as nobody will learn its id."""
-        try:
-            value = await connection.call("commit", **fields)
-        except BaseException:
-            if not connection.closed:
-                connection.open("kill")
-            await connection.close()
-            raise
-        for name in vars(record):
-            setattr(record, name, value[name])
-
-    def _choose_image(self, record: BoxRecord) -> None:
-        """Where a new sandbox starts: a snapshot's image, the warm image, or a cold boot."""
-        self.require_backend(record.template, record.backend)
-        if saved := self._snapshot_called(record.template):
-            record.image, record.own_image = saved.image, True
-            record.template = saved.template
-            record.env = {**saved.env, **record.env}
-            return
-        record.template = catalog.get(self.home, record.template).id
-        if record.backend == "gvisor":
-            record.image = stock.warm_image(self.home, record.template)
-
-    def require_backend(self, template: str, backend: str) -> None:
-        """Raise BackendError if `template` is a snapshot and another backend made it."""
-        saved = self._snapshot_called(template)
-        if saved is not None and saved.backend != backend:
-            raise BackendError(
-                f"snapshot {saved.id} was made by backend {saved.backend}, not {backend}"
-            )
-
-    def _snapshot_called(self, name: str) -> SnapshotRecord | None:
-        """By id or name; a template of the same name comes first."""
-        if not name.startswith("snap"):
-            with suppress(NotFoundError):
-                catalog.get(self.home, name)
-                return None
-        with suppress(NotFoundError):
-            return self.find_snapshot(name)
-        return None
 
     async def warm(self, template: str = "python", backend: str = "gvisor") -> str:
         """Keep a freshly started machine of a template as an image; creations restore it."""
@@ -198,7 +91,7 @@ class Pool:
             task.cancel()
         await asyncio.gather(*self._chores, return_exceptions=True)
         await self._ready.close()
-        await asyncio.to_thread(self._launcher.close)
+        await asyncio.to_thread(self.starter.close)
 
     # -- existing sandboxes -----------------------------------------------------------------
 
@@ -233,10 +126,10 @@ class Pool:
         Raises CheckpointError when the image is damaged (the sandbox stays paused), NotFoundError.
         """
         record = self.record(box_id)
-        self._require_room()
-        if previous:
-            self._step_back(record)
-        connection = await self._resume(record)
+        with self.starter.room([box_id]):
+            if previous:
+                self._step_back(record)
+            connection = await self._resume(record)
         if timeout is not None:
             await connection.call("set_timeout", timeout=timeout)
         self._chore(asyncio.to_thread(gc.collect, self.home))
@@ -246,11 +139,11 @@ class Pool:
         """A restore may fail by chance, rarely; the image is then as good as before."""
         try:
             with self.home.using():
-                return await self.boot(record, "resume")
+                return await self.starter.boot(record, "resume")
         except BackendError as error:
             events.emit(self.home, "resume_failed", record.id, reason=str(error))
         with self.home.using():
-            return await self.boot(record, "resume")
+            return await self.starter.boot(record, "resume")
 
     def _step_back(self, record: BoxRecord) -> None:
         if not record.previous:
@@ -304,22 +197,22 @@ class Pool:
 
     async def fork(
         self, box_id: str, count: int, commit: dict[str, Any], *, memory: bool = True
-    ) -> list[tuple[BoxRecord, Connection] | OpenK3Error]:
+    ) -> list[Copy | OpenK3Error]:
         """`count` copies of a running or paused sandbox; each result is a copy or its error."""
         if count < 1:
             raise InputError(f"fork: count = {count}: at least 1 is needed")
-        self._require_room(count)
-        with self.home.using():
+        ids = [new_id() for _ in range(count)]
+        with self.home.using(), self.starter.room(ids):
             parent = self.record(box_id)
             if parent.state != "running":
-                return await self._children(parent, count, commit)
+                return await children(self.starter, parent, ids, commit)
             connection = await Connection.to_box(self.home.box(box_id))
             try:
                 call = connection.open("checkpoint", stay=True, memory=memory)
                 _, announced = await anext(call)
                 parent.image = announced["image"]
                 back = asyncio.ensure_future(call.result())  # the parent starts beside its copies
-                copies = await self._children(parent, count, commit)
+                copies = await children(self.starter, parent, ids, commit)
                 try:
                     await back
                 except OpenK3Error:
@@ -330,40 +223,6 @@ class Pool:
                 return copies
             finally:
                 await connection.close()
-
-    async def _children(
-        self, parent: BoxRecord, count: int, commit: dict[str, Any]
-    ) -> list[tuple[BoxRecord, Connection] | OpenK3Error]:
-        if parent.state == "lost" or not parent.image:
-            raise NotFoundError(f"sandbox {parent.id} has ended: {parent.reason}")
-        copies = [self._fork_one(parent, commit) for _ in range(count)]
-        found = await asyncio.gather(*copies, return_exceptions=True)
-        results: list[tuple[BoxRecord, Connection] | OpenK3Error] = []
-        for item in found:
-            if isinstance(item, BaseException) and not isinstance(item, OpenK3Error):
-                raise item
-            results.append(item)
-        return results
-
-    async def _fork_one(
-        self, parent: BoxRecord, commit: dict[str, Any]
-    ) -> tuple[BoxRecord, Connection]:
-        record = BoxRecord(
-            id=new_id(),
-            backend=parent.backend,
-            template=parent.template,
-            state="running",
-            image=parent.image,
-            own_image=True,
-            limits=parent.limits,
-            env=parent.env,
-            user=parent.user,
-            allow_files_only=parent.allow_files_only,
-        )
-        connection = await self.boot(record)
-        fields = {"metadata": parent.metadata, "on_timeout": parent.on_timeout, **commit}
-        await self.commit(record, connection, {**fields, "created": time.time()})
-        return record, connection
 
     # -- snapshots --------------------------------------------------------------------------
 

@@ -17,9 +17,10 @@ from openk3.sandbox import engines, frames
 from openk3.sandbox.client import Connection
 from openk3.sandbox.keeper import cgroups
 from openk3.sandbox.pool import Pool
+from openk3.sandbox.requests import SandboxRequest
 from openk3.sandbox.store.records import Record
 from openk3.sandbox.templates import runtime
-from openk3.sandbox.types import Capabilities, Limits
+from openk3.sandbox.types import Capabilities
 
 ECHO = "import sys; a = sys.stdin.readline(); sys.stdin.readline(); print(a, end='')"
 
@@ -81,9 +82,8 @@ def _capabilities(backend: str) -> Capabilities:
 async def _exercise(pool: Pool, backend: str) -> None:
     """Raises what fails first."""
     secret = secrets.token_hex(8)
-    record, connection = await pool.create(
-        "empty", backend, limits=Limits(), commit={"timeout": 300.0}, user="root"
-    )
+    request = SandboxRequest(template="empty", user="root", allow_files_only=True)
+    record, connection = await pool.create(request, backend)
     memory = backend == "gvisor"
     try:
         python = [word for word in runtime.agent_argv() if word not in ("-c",)][:-1]

@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Self
 
-from openk3.errors import ConflictError
+from openk3.errors import ConflictError, InputError, NotFoundError
 from openk3.sandbox import frames
 from openk3.sandbox.client import Call, Connection
+from openk3.sandbox.requests import MAX_OUTPUT
 from openk3.sandbox.types import Result
 
-MAX_OUTPUT = 16 << 20  # bytes of each stream that `run` keeps unless told otherwise
 STREAMS = {
     frames.STREAM_OUT: "stdout",
     frames.STREAM_ERR: "stderr",
@@ -99,6 +99,32 @@ class Process:
                 await waiting
         return self._result(self.ended)
 
+    async def talk(
+        self,
+        data: bytes | str,
+        on_stdout: Callable[[bytes], Any] | None = None,
+        on_stderr: Callable[[bytes], Any] | None = None,
+    ) -> Result:
+        """`wait`, with the whole standard input given meanwhile: a filter writes as it reads."""
+        feeding = asyncio.ensure_future(self._feed(data))
+        waiting = asyncio.ensure_future(self.wait(on_stdout, on_stderr))
+        try:
+            await asyncio.wait({feeding, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                feeding.result()
+            return await waiting
+        finally:
+            for task in (feeding, waiting):
+                task.cancel()
+            await asyncio.gather(feeding, waiting, return_exceptions=True)
+
+    async def _feed(self, data: bytes | str) -> None:
+        try:
+            await self.send(data.encode() if isinstance(data, str) else data)
+            self.close_stdin()
+        except (ConflictError, InputError, NotFoundError):
+            return  # it has ended, or closed its input, and its result says how that was
+
     def _result(self, ended: dict[str, Any]) -> Result:
         out, err = self.outputs["stdout"].value(), self.outputs["stderr"].value()
         return Result(
@@ -138,7 +164,7 @@ class Process:
 
     async def resize(self, rows: int, cols: int) -> None:
         """New size of its terminal."""
-        await self.connection.call("resize", job=self.job, tty={"rows": rows, "cols": cols})
+        await self.connection.call("resize", job=self.job, tty=[rows, cols])
 
     def let_go(self) -> None:
         """Stop listening: a detached command runs on, a foreground one is killed."""

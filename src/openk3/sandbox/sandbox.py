@@ -1,16 +1,14 @@
 """The public interface: one isolated machine with files, processes and memory, on any backend."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from openk3.errors import InputError
 from openk3.sandbox.files import Files
-from openk3.sandbox.process import MAX_OUTPUT, Process
-from openk3.sandbox.types import Info, Limits, Network, Result, SnapshotInfo
-
-Command = str | list[str]
+from openk3.sandbox.process import Process
+from openk3.sandbox.requests import Command, ProcessRequest, SandboxRequest
+from openk3.sandbox.types import Info, Result, SnapshotInfo
 
 
 class Sandbox(ABC):
@@ -26,50 +24,20 @@ class Sandbox(ABC):
 
     @staticmethod
     async def create(
-        template: str = "python",
-        *,
-        backend: str = "auto",
-        timeout: float | None = 300.0,
-        on_timeout: str = "kill",
-        idle_pause: float | None = None,
-        env: Mapping[str, str] | None = None,
-        metadata: Mapping[str, str] | None = None,
-        limits: Limits | None = None,
-        network: Network | None = None,
-        user: str = "user",
-        allow_files_only: bool = False,
-        pool: Any = None,
+        template: str = "python", *, backend: str = "auto", pool: Any = None, **options: Any
     ) -> "Sandbox":
-        """A new sandbox from a template or snapshot.
+        """A new sandbox from a template or snapshot; `options` are those of `SandboxRequest`.
 
         backend: `auto`, `gvisor`, `bwrap`, `agentenv` or `inprocess`. `auto` takes AgentENV when
             E2B_API_URL is set, else gVisor; it takes bubblewrap only with `allow_files_only`, as
             processes do not survive a pause there. It never falls back to weaker isolation unasked.
-        timeout: seconds until `on_timeout` (`kill` or `pause`) happens; None for never.
-        idle_pause: seconds without any call after which the sandbox pauses itself.
         Raises BackendError for what the backend cannot do, InputError for wrong arguments,
         NotFoundError for an unknown template, LimitError, StorageError.
         """
         from openk3.sandbox import backends
 
-        if on_timeout not in ("kill", "pause"):
-            raise InputError(f"on_timeout = {on_timeout!r}: 'kill' or 'pause'")
-        if timeout is not None and timeout <= 0:
-            raise InputError(f"timeout = {timeout!r}: a positive number of seconds, or None")
-        return await backends.create(
-            backend,
-            template=template,
-            timeout=timeout,
-            on_timeout=on_timeout,
-            idle_pause=idle_pause,
-            env=dict(env or {}),
-            metadata=dict(metadata or {}),
-            limits=limits or Limits(),
-            network=network or Network(),
-            user=user,
-            allow_files_only=allow_files_only,
-            pool=pool,
-        )
+        request = SandboxRequest.of({"template": template, **options})
+        return await backends.create(backend, request, pool)
 
     @staticmethod
     async def connect(
@@ -89,30 +57,13 @@ class Sandbox(ABC):
 
     # -- commands ---------------------------------------------------------------------------
 
-    @abstractmethod
-    async def start(
-        self,
-        cmd: Command,
-        *,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        user: str | None = None,
-        timeout: float | None = None,
-        stdin: bool = False,
-        tty: tuple[int, int] | None = None,
-        detach: bool = False,
-        tag: str | None = None,
-        output_limit: int | None = None,
-        max_output: int = MAX_OUTPUT,
-    ) -> Process:
-        """Start a command: a string for the shell, a list for no shell.
+    async def start(self, cmd: Command, **options: Any) -> Process:
+        """Start a command; `options` are those of `ProcessRequest`. Raises InputError."""
+        return await self._start(ProcessRequest.of({"cmd": cmd, **options}))
 
-        timeout: seconds after which it and everything it started is killed.
-        tty: (rows, columns) of a terminal to give it.
-        detach: it outlives this connection; otherwise letting go of it kills it.
-        tag: a name to `attach` to it by.
-        output_limit: bytes of output after which it is killed with reason `output_limit`.
-        """
+    @abstractmethod
+    async def _start(self, request: ProcessRequest) -> Process:
+        """What `start` does on this backend."""
 
     @abstractmethod
     async def attach(self, *, pid: int | None = None, tag: str | None = None) -> Process:
@@ -126,25 +77,20 @@ class Sandbox(ABC):
         self,
         cmd: Command,
         *,
-        timeout: float | None = None,
         input: bytes | str | None = None,
         on_stdout: Callable[[bytes], Any] | None = None,
         on_stderr: Callable[[bytes], Any] | None = None,
-        max_output: int = MAX_OUTPUT,
         **options: Any,
     ) -> Result:
-        """Run a command to its end. `options` as for `start`.
+        """Run a command to its end; `options` are those of `ProcessRequest`.
 
         Output is streamed to `on_stdout`/`on_stderr` as it comes; the Result keeps at most
         `max_output` bytes of each stream. Cancelling kills the command and all it started.
         """
-        process = await self.start(
-            cmd, timeout=timeout, stdin=input is not None, max_output=max_output, **options
-        )
-        if input is not None:
-            await process.send(input.encode() if isinstance(input, str) else input)
-            process.close_stdin()
-        return await process.wait(on_stdout, on_stderr)
+        process = await self.start(cmd, stdin=input is not None, **options)
+        if input is None:
+            return await process.wait(on_stdout, on_stderr)
+        return await process.talk(input, on_stdout, on_stderr)
 
     # -- life -------------------------------------------------------------------------------
 
@@ -170,12 +116,17 @@ class Sandbox(ABC):
         """Go on where `pause` stopped. Raises CheckpointError when the image is damaged."""
 
     @abstractmethod
-    async def fork(self, count: int = 1, *, timeout: float | None = 300.0) -> "list[Sandbox]":
-        """Copies that go on from this moment, each with an identity of its own."""
+    async def fork(
+        self, count: int = 1, *, timeout: float | None = 300.0, memory: bool = True
+    ) -> "list[Sandbox]":
+        """Copies that go on from this moment, each with an identity of its own.
+
+        With `memory=False` only the files do: processes end, also those of the original.
+        """
 
     @abstractmethod
-    async def snapshot(self, name: str | None = None) -> SnapshotInfo:
-        """An immutable copy to `create` from later."""
+    async def snapshot(self, name: str | None = None, *, memory: bool = True) -> SnapshotInfo:
+        """An immutable copy to `create` from later; `memory` as for `fork`."""
 
     @abstractmethod
     async def set_timeout(self, seconds: float | None) -> None:

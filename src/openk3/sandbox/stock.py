@@ -15,6 +15,7 @@ from openk3.sandbox.types import Limits
 
 if TYPE_CHECKING:
     from openk3.sandbox.pool import Pool
+    from openk3.sandbox.starting import Starter
 
 
 def warm_image(home: Home, template_id: str) -> str | None:
@@ -35,8 +36,8 @@ async def make_warm(pool: "Pool", template: str, backend: str) -> str:
         return template_id
     record = BoxRecord(new_id(), backend, template_id, "running", limits=asdict(Limits()))
     with pool.home.using():
-        connection = await pool.boot(record)
-        await pool.commit(record, connection, {"created": time.time()})
+        connection = await pool.starter.boot(record)
+        await pool.starter.commit(record, connection, {"created": time.time()})
         saved = await connection.call("checkpoint", stay=False)
         (pool.home.templates / f"{template_id}.warm").write_text(saved["image"] + "\n")
     await connection.close()
@@ -57,8 +58,8 @@ def _fits(home: Home, image: str) -> bool:
 class Ready:
     """Started machines of the kinds that were asked for before. They end with their Pool."""
 
-    def __init__(self, pool: "Pool", count: int) -> None:
-        self.pool, self.count = pool, count
+    def __init__(self, starter: "Starter", count: int) -> None:
+        self.starter, self.count = starter, count
         self.waiting: list[tuple[Any, BoxRecord, Connection]] = []
 
     def take(self, kind: Any) -> tuple[BoxRecord, Connection] | None:
@@ -75,7 +76,7 @@ class Ready:
         self.waiting = [item for item in self.waiting if not item[2].closed]
         while sum(other == kind for other, _, _ in self.waiting) < self.count:
             record = BoxRecord(new_id(), backend, template, "running", limits=limits, user=user)
-            connection = await self.pool.begin(record)
+            connection = await self.starter.begin(record)
             self.waiting.append((kind, record, connection))
 
     async def close(self) -> None:

@@ -148,8 +148,7 @@ async def update(box: LocalSandbox, body: dict[str, Any], request: Request) -> d
     del request
     if size := _size(body):
         connection = await box.connected()
-        tty = {"rows": size[0], "cols": size[1]}
-        await connection.call("resize", **_selector(body), tty=tty)
+        await connection.call("resize", **_selector(body), tty=size)
     return {}
 
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from openk3.api.e2b.service import Service, status_of
 from openk3.errors import BackendError, ConflictError, NotFoundError, OpenK3Error
 from openk3.sandbox import recovery
+from openk3.sandbox.requests import SandboxRequest
 from openk3.sandbox.templates import catalog
 from openk3.sandbox.types import Limits
 
@@ -84,18 +85,16 @@ async def create(body: NewSandbox, request: Request) -> dict[str, Any]:
     if not template.startswith("snap"):
         with suppress(NotFoundError):  # else a template, or a name that `create` reports
             template = service.pool.find_snapshot(template).id
-    record, connection = await service.pool.create(
+    wanted = SandboxRequest(
         template.removesuffix(":default"),
-        service.backend,
+        timeout=body.timeout or None,
+        on_timeout="pause" if body.auto_pause else "kill",
+        metadata=body.metadata,
+        env=body.env_vars,
         limits=Limits.from_dict(body.limits or {}),
-        commit={
-            "timeout": body.timeout or None,
-            "on_timeout": "pause" if body.auto_pause else "kill",
-            "metadata": body.metadata,
-            "env": body.env_vars,
-        },
         allow_files_only=not body.auto_pause_memory,
     )
+    record, connection = await service.pool.create(wanted, service.backend)
     await connection.close()
     if await request.is_disconnected():  # nobody will learn its id
         await service.pool.kill(record.id)
@@ -201,7 +200,13 @@ async def fork(sandbox_id: str, request: Request, body: Fork | None = None) -> l
     service.sandbox(sandbox_id)
     body = body or Fork()
     rows: list[dict[str, Any]] = []
-    for item in await service.pool.fork(sandbox_id, body.count, {"timeout": body.timeout or None}):
+    copies = await service.pool.fork(
+        sandbox_id,
+        body.count,
+        {"timeout": body.timeout or None},
+        memory=service.capabilities.memory,
+    )
+    for item in copies:
         if isinstance(item, OpenK3Error):
             rows.append({"error": {"code": status_of(item), "message": str(item)}})
             continue

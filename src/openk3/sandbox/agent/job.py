@@ -1,14 +1,16 @@
 """One command: how it is started, and what is known of it until its result is fetched."""
 
 import fcntl
+import functools
 import os
-import struct
 import subprocess
 import termios
 from typing import Any
 
 from openk3.sandbox import frames
-from openk3.sandbox.agent.loop import Channel
+from openk3.sandbox.agent.loop import Channel, Loop
+from openk3.sandbox.agent.stdin import Stdin
+from openk3.sandbox.agent.terminal import Size, Terminal, set_size
 from openk3.sandbox.agent.tracker import MARK, GroupTracker, ScanTracker
 from openk3.sandbox.agent.users import User, Users
 
@@ -36,9 +38,8 @@ class Job:
         self.name, self.spec, self.process = name, spec, process
         self.pid = process.pid
         self.outputs: list[Output] = []
-        self.stdin: int | None = None
-        self.pending_input = bytearray()
-        self.input_eof = False
+        self.stdin: Stdin | None = None
+        self.terminal: Terminal | None = None
         self.channels: list[Channel] = []
         self.detached = bool(spec.get("detach"))
         self.status: int | None = None  # as os.waitpid gives it
@@ -61,9 +62,9 @@ class Job:
 
 
 def spawn(
-    name: str, spec: dict[str, Any], users: Users, tracker: Tracker, env: dict[str, str]
+    name: str, spec: dict[str, Any], users: Users, tracker: Tracker, env: dict[str, str], loop: Loop
 ) -> Job:
-    """Start the command that `spec` (see `Sandbox.start`) describes, in a session of its own.
+    """Start the command that `spec` (a ProcessRequest) describes, in a session of its own.
 
     Raises OSError, ValueError or SubprocessError when it cannot be started.
     """
@@ -73,9 +74,7 @@ def spawn(
     tty = spec.get("tty")
     master = slave = None
     if tty:
-        master, slave = os.openpty()
-        resize(master, tty)
-        os.set_blocking(master, False)
+        master, slave = _open_terminal(tuple(tty))
     stdin = slave if tty else subprocess.PIPE if spec.get("stdin") else subprocess.DEVNULL
     out = slave if tty else subprocess.PIPE
     tracker.enter(name)
@@ -104,12 +103,26 @@ def spawn(
     job = Job(name, spec, process)
     if master is not None:
         job.outputs = [Output(frames.STREAM_TTY, master)]
-        job.stdin = os.dup(master)
+        job.stdin = Stdin(loop, os.dup(master), terminal=True)
+        members = functools.partial(tracker.pids, name)
+        job.terminal = Terminal(loop, job.outputs[0], job.pid, members)
     else:
-        _take_pipes(job)
+        _take_pipes(job, loop)
     for output in job.outputs:
         os.set_blocking(output.fd, False)
     return job
+
+
+def _open_terminal(size: Size) -> tuple[int, int]:
+    master, slave = os.openpty()
+    try:
+        set_size(master, size)
+    except BaseException:
+        os.close(master)
+        os.close(slave)
+        raise
+    os.set_blocking(master, False)
+    return master, slave
 
 
 def _environment(user: User, spec: dict[str, Any]) -> dict[str, str]:
@@ -124,7 +137,7 @@ def _environment(user: User, spec: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _take_pipes(job: Job) -> None:
+def _take_pipes(job: Job, loop: Loop) -> None:
     """Plain descriptors in place of Popen's file objects, which would close them."""
     process = job.process
     for stream, pipe in ((frames.STREAM_OUT, process.stdout), (frames.STREAM_ERR, process.stderr)):
@@ -132,9 +145,10 @@ def _take_pipes(job: Job) -> None:
         job.outputs.append(Output(stream, os.dup(pipe.fileno())))
         pipe.close()
     if process.stdin:
-        job.stdin = os.dup(process.stdin.fileno())
+        handle = os.dup(process.stdin.fileno())
         process.stdin.close()
-        os.set_blocking(job.stdin, False)
+        os.set_blocking(handle, False)
+        job.stdin = Stdin(loop, handle, terminal=False)
 
 
 def _argv(cmd: str | list[str]) -> list[str]:
@@ -144,12 +158,6 @@ def _argv(cmd: str | list[str]) -> list[str]:
     if not cmd:
         raise ValueError("an empty command")
     return list(cmd)
-
-
-def resize(fd: int, tty: dict[str, int]) -> None:
-    """New size of a terminal."""
-    size = struct.pack("HHHH", tty.get("rows", 24), tty.get("cols", 80), 0, 0)
-    fcntl.ioctl(fd, termios.TIOCSWINSZ, size)
 
 
 def _own_terminal() -> None:

@@ -2,14 +2,12 @@
 
 import os
 import resource
-import select
 import signal
 import subprocess
-import time
 from typing import Any
 
 from openk3.sandbox import frames
-from openk3.sandbox.agent.job import Job, Output, resize, spawn
+from openk3.sandbox.agent.job import Job, Output, spawn
 from openk3.sandbox.agent.loop import Channel, Loop
 from openk3.sandbox.agent.tracker import alive, kill_all, make_tracker, send_signal
 from openk3.sandbox.agent.users import Users
@@ -40,7 +38,7 @@ class Jobs:
         self._count += 1
         name = f"j{self._count}-{os.urandom(3).hex()}"
         try:
-            job = spawn(name, spec, self.users, self.tracker, self.env)
+            job = spawn(name, spec, self.users, self.tracker, self.env, self.loop)
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             self.tracker.forget(name)
             return channel.error("input", f"cannot start {spec.get('cmd')!r}: {error}")
@@ -50,7 +48,7 @@ class Jobs:
         self._attach(job, channel)
         channel.event({"pid": job.pid, "job": name})
         if timeout := spec.get("timeout"):
-            self.loop.at(time.monotonic() + timeout, lambda: self._time_out(job))
+            self.loop.after(timeout, lambda: self._time_out(job))
         return None
 
     # -- output -----------------------------------------------------------------------------
@@ -135,7 +133,8 @@ class Jobs:
             if job.finished:
                 return
         job.finished = True
-        self._stop_input(job)
+        if job.stdin:
+            job.stdin.close()
         for channel in job.channels:
             channel.end(job.result())
         if job.channels or not job.detached:
@@ -193,8 +192,10 @@ class Jobs:
         job.channels.append(channel)
         channel.on_credit = lambda: self._credit(job)
         channel.on_cancel = lambda: self._cancel(job, channel)
-        channel.on_data = lambda piece: self.feed(job, channel, piece)
-        channel.on_eof = lambda: self.close_input(job)
+        channel.on_data = lambda piece: channel.grant(len(piece))  # nobody reads it
+        if stdin := job.stdin:
+            channel.on_data = lambda piece: stdin.feed(channel, piece)
+            channel.on_eof = stdin.end
 
     def attach(self, channel: Channel, job: Job) -> None:
         """CALL attach: the kept tail first, then live output."""
@@ -210,58 +211,12 @@ class Jobs:
         else:
             self._attach(job, channel)
 
-    def feed(self, job: Job, channel: Channel | None, piece: bytes) -> None:
-        """Bytes for the command's standard input; granted back once written."""
-        if job.stdin is None:
-            if channel:
-                channel.grant(len(piece))
-            return
-        job.pending_input += piece
-        self._push_input(job, channel)
-
-    def _push_input(self, job: Job, channel: Channel | None) -> None:
-        if job.stdin is None:
-            return
-        written = 0
-        try:
-            while job.pending_input:
-                count = os.write(job.stdin, job.pending_input[: frames.PIECE])
-                del job.pending_input[:count]
-                written += count
-        except BlockingIOError:
-            self.loop.watch(job.stdin, lambda: self._push_input(job, channel), select.POLLOUT)
-        except OSError:  # the command closed its input
-            self._stop_input(job)
-        else:
-            self.loop.unwatch(job.stdin)
-            if job.input_eof and job.spec.get("tty") is None:
-                self._stop_input(job)
-        if channel and written and channel.number in self.loop.channels:
-            channel.grant(written)
-
-    def close_input(self, job: Job) -> None:
-        job.input_eof = True
-        if job.spec.get("tty") and job.stdin is not None:
-            job.pending_input += b"\x04"
-        self._push_input(job, None)
-
-    def _stop_input(self, job: Job) -> None:
-        if job.stdin is not None:
-            self.loop.unwatch(job.stdin)
-            os.close(job.stdin)
-            job.stdin = None
-            job.pending_input.clear()
-
     def signal(self, job: Job, number: int, family: bool) -> int:
         if family and number == signal.SIGKILL:
             self.kill_family(job)
             return 1
         pids = self.tracker.pids(job.name) if family else [job.pid]
         return send_signal([pid for pid in pids if alive(pid)], number)
-
-    def resize(self, job: Job, tty: dict[str, int]) -> None:
-        if job.outputs and job.outputs[0].open and job.spec.get("tty"):
-            resize(job.outputs[0].fd, tty)
 
     def listing(self) -> list[dict[str, Any]]:
         keys = ("cmd", "cwd", "env", "tag", "tty")

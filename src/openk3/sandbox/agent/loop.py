@@ -80,6 +80,10 @@ class Loop:
         """Call back at monotonic time `when`."""
         self.timers.append((when, callback))
 
+    def after(self, seconds: float, callback: Callable[[], None]) -> None:
+        """Call back once, in so many seconds."""
+        self.at(time.monotonic() + seconds, callback)
+
     def shift_timers(self, seconds: float) -> None:
         """Time spent paused does not count against anybody's time limit."""
         self.timers = [(when + seconds, callback) for when, callback in self.timers]

@@ -63,7 +63,7 @@ class Agent:
 
     def _call(self, number: int, params: dict[str, Any]) -> None:
         channel = self.loop.channels[number] = Channel(self.loop, number)
-        op = params.pop("op")
+        op = params.pop("op", None)
         try:
             if op in self.files.table:
                 self.files.call(op, channel, params)
@@ -71,7 +71,7 @@ class Agent:
                 self.table[op](channel, params)
             else:
                 channel.error("input", f"the agent knows no operation {op!r}")
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError, OSError) as error:
             channel.error("input", f"{op}: missing or unusable parameter: {error}")
 
     def hello(self, channel: Channel, params: dict[str, Any]) -> None:
@@ -124,24 +124,29 @@ class Agent:
     def _stdin(self, channel: Channel, job: Job, params: dict[str, Any]) -> None:
         """CALL stdin: DATA goes to the command; EOF ends the call, and the input if asked to."""
 
+        stdin = job.stdin
+        if stdin is None or not stdin.open:
+            return channel.error("input", f"command {job.pid} has no open standard input")
+
         def end() -> None:
             if params.get("close"):
-                self.jobs.close_input(job)
+                stdin.end()
             channel.end()
 
-        if job.stdin is None:
-            return channel.error("input", f"command {job.pid} has no open standard input")
-        channel.on_data = lambda piece: self.jobs.feed(job, channel, piece)
+        channel.on_data = lambda piece: stdin.feed(channel, piece)
         channel.on_eof = end
         return None
 
     def _signal(self, channel: Channel, job: Job, params: dict[str, Any]) -> None:
         number = int(params.get("signal", signal.SIGKILL))
+        if not 0 < number < signal.NSIG:
+            raise ValueError(f"no signal has number {number}")
         sent = self.jobs.signal(job, number, bool(params.get("family", True)))
         channel.end({"signalled": sent})
 
     def _resize(self, channel: Channel, job: Job, params: dict[str, Any]) -> None:
-        self.jobs.resize(job, params["tty"])
+        if job.terminal:
+            job.terminal.resize(tuple(params["tty"]))
         channel.end()
 
     def _watch(self, channel: Channel, params: dict[str, Any]) -> None:

@@ -1,17 +1,17 @@
 """A sandbox of a remote service."""
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
-from openk3.errors import BackendError, ConflictError, InputError, NotFoundError
+from openk3.errors import BackendError, ConflictError, NotFoundError
 from openk3.sandbox.agentenv.files import RemoteFiles, unix_time
 from openk3.sandbox.agentenv.link import RemoteConnection
 from openk3.sandbox.agentenv.process import RemoteProcess
 from openk3.sandbox.agentenv.service import Service, raise_for
-from openk3.sandbox.process import MAX_OUTPUT, Process
-from openk3.sandbox.sandbox import Command, Sandbox
-from openk3.sandbox.types import Capabilities, Info, Limits, Network, SnapshotInfo, State
+from openk3.sandbox.process import Process
+from openk3.sandbox.requests import MAX_OUTPUT, ProcessRequest, SandboxRequest
+from openk3.sandbox.sandbox import Sandbox
+from openk3.sandbox.types import Capabilities, Info, Limits, SnapshotInfo, State
 
 ABLE = Capabilities(True, True, True, True, True, True)
 
@@ -27,39 +27,28 @@ class RemoteSandbox(Sandbox):
 
     @classmethod
     async def begin(
-        cls,
-        *,
-        template: str,
-        timeout: float | None,
-        on_timeout: str,
-        idle_pause: float | None,
-        env: dict[str, str],
-        metadata: dict[str, str],
-        limits: Limits,
-        network: Network,
-        user: str,
-        allow_files_only: bool,
-        service: Service | None = None,
+        cls, request: SandboxRequest, service: Service | None = None
     ) -> "RemoteSandbox":
         """See `Sandbox.create`."""
-        if idle_pause is not None:
+        if request.idle_pause is not None:
             raise BackendError("the protocol knows no idle_pause; use timeout and on_timeout")
-        if limits != Limits():
+        if request.limits != Limits():
             raise BackendError("limits belong to the template there; leave `limits` out")
+        network = request.network
         service = service or Service()
         rules = {"allowOut": list(network.allow_out), "denyOut": list(network.deny_out)}
         body = {
-            "templateID": template,
-            "timeout": int(timeout or 86400),
-            "autoPause": on_timeout == "pause",
-            "metadata": metadata,
-            "envVars": env,
+            "templateID": request.template,
+            "timeout": int(request.timeout or 86400),
+            "autoPause": request.on_timeout == "pause",
+            "metadata": dict(request.metadata),
+            "envVars": dict(request.env),
             "secure": True,
             "allow_internet_access": network.internet,
             **({"network": rules} if any(rules.values()) else {}),
         }
         answer = await service.ask_either("/sandboxes", body)
-        return await cls._wrap(service, answer, user)
+        return await cls._wrap(service, answer, request.user)
 
     @classmethod
     async def find(
@@ -82,36 +71,22 @@ class RemoteSandbox(Sandbox):
         detail = await service.ask("GET", f"/sandboxes/{answer['sandboxID']}")
         return cls(service, answer, user, _info(detail))
 
-    async def start(
-        self,
-        cmd: Command,
-        *,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        user: str | None = None,
-        timeout: float | None = None,
-        stdin: bool = False,
-        tty: tuple[int, int] | None = None,
-        detach: bool = False,
-        tag: str | None = None,
-        output_limit: int | None = None,
-        max_output: int = MAX_OUTPUT,
-    ) -> Process:
-        if output_limit is not None:
+    async def _start(self, request: ProcessRequest) -> Process:
+        if request.output_limit is not None:
             raise BackendError("the protocol knows no output_limit")
+        cmd = request.cmd
         words = ["/bin/bash", "-l", "-c", cmd] if isinstance(cmd, str) else cmd
-        if not words:
-            raise InputError("an empty command")
-        process: dict[str, Any] = {"cmd": words[0], "args": words[1:], "envs": dict(env or {})}
-        body: dict[str, Any] = {"process": {**process, **({"cwd": cwd} if cwd else {})}}
-        body["stdin"] = stdin
-        if tag:
-            body["tag"] = tag
-        if tty:
-            body["pty"] = {"size": {"rows": tty[0], "cols": tty[1]}}
-        source = self.link.stream("process.Process/Start", body, user, timeout)
-        job = await RemoteProcess(self.link, source, max_output).opened()
-        job.detached = detach
+        process = {"cmd": words[0], "args": words[1:], "envs": dict(request.env)}
+        body: dict[str, Any] = {"process": process, "stdin": request.stdin}
+        if request.cwd:
+            process["cwd"] = request.cwd
+        if request.tag:
+            body["tag"] = request.tag
+        if request.tty:
+            body["pty"] = {"size": dict(zip(("rows", "cols"), request.tty, strict=True))}
+        source = self.link.stream("process.Process/Start", body, request.user, request.timeout)
+        job = await RemoteProcess(self.link, source, request.max_output).opened()
+        job.detached = request.detach
         return job
 
     async def attach(self, *, pid: int | None = None, tag: str | None = None) -> Process:
@@ -148,7 +123,10 @@ class RemoteSandbox(Sandbox):
         self.files = RemoteFiles(self.link)
         self._info = other.info
 
-    async def fork(self, count: int = 1, *, timeout: float | None = 300.0) -> list[Sandbox]:
+    async def fork(
+        self, count: int = 1, *, timeout: float | None = 300.0, memory: bool = True
+    ) -> list[Sandbox]:
+        _require_memory(memory)
         body = {"count": count, "timeout": int(timeout or 86400)}
         rows = await self.service.ask("POST", f"/sandboxes/{self.id}/fork", body)
         made: list[Sandbox] = [
@@ -163,7 +141,8 @@ class RemoteSandbox(Sandbox):
             raise_for(int(errors[0]["code"]), json.dumps(errors[0]))
         return made
 
-    async def snapshot(self, name: str | None = None) -> SnapshotInfo:
+    async def snapshot(self, name: str | None = None, *, memory: bool = True) -> SnapshotInfo:
+        _require_memory(memory)
         body = {"name": name} if name else {}
         answer = await self.service.ask("POST", f"/sandboxes/{self.id}/snapshots", body)
         return SnapshotInfo(answer["snapshotID"], name, self.id, 0.0, True, 0)
@@ -181,6 +160,11 @@ class RemoteSandbox(Sandbox):
 
     async def close(self) -> None:
         await self.service.http.aclose()
+
+
+def _require_memory(memory: bool) -> None:
+    if not memory:
+        raise BackendError("the protocol forks and snapshots with memory; memory=False is unknown")
 
 
 def _info(row: dict[str, Any]) -> Info:
