@@ -39,15 +39,17 @@ class NaiveCache:
     groups=st.integers(1, 3),
     budget=st.sampled_from([1, 3, 7, 16, 100]),
     drafts=st.sampled_from([0, 3]),
+    overlap=st.booleans(),
     data=st.data(),
 )
-def test_hits_are_those_of_the_naive_cache(block, pages_of, groups, budget, drafts, data):
+def test_hits_are_those_of_the_naive_cache(block, pages_of, groups, budget, drafts, overlap, data):
     driver = Driver(
         num_pages=600,
         kda_groups=groups,
         page_tokens=block * pages_of,
         hash_block=block,
         max_batch_tokens=budget,
+        overlap=overlap and not drafts,
         num_drafts=drafts,
         script=from_prefix(4, memory=2),
     )

@@ -15,6 +15,7 @@ from torch import Tensor
 from openk3.engine.memory import PageMemory
 from openk3.engine.paged import DecodeRows, PagedSequence, PrefillChunk, PrefillRows
 from openk3.engine.plan import Checkpoint, Chunk, Copy
+from openk3.engine.sampling import on_device
 from openk3.ops.kda.decode import Pending
 
 
@@ -114,7 +115,7 @@ def build(
 
 
 def ints(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    return torch.tensor(values, dtype=dtype, device=device)
+    return on_device(values, device, dtype)
 
 
 def _device_rows(rows: HostRows, device: torch.device, windowed: bool) -> DecodeRows:

@@ -6,18 +6,29 @@
 
 from collections import Counter
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from threading import RLock
 from typing import Any, cast
 
 from openk3._io import Clock, SystemClock
+from openk3.engine.ahead import plan_ahead
 from openk3.engine.cache import Memory
 from openk3.engine.cache.checks import check
 from openk3.engine.landing import land
-from openk3.engine.plan import ChunkResult, Prompt, Runner, StepPlan, num_host_pages
-from openk3.engine.scheduler import Scheduler
+from openk3.engine.plan import ChunkResult, Prompt, Results, Runner, StepPlan, num_host_pages
+from openk3.engine.scheduler import Row, Scheduler
 from openk3.engine.sequence import Sequence
 from openk3.engine.types import EngineConfig, Output, Request, Stats
 from openk3.errors import ConfigError, ConflictError, InputError, LimitError
+
+
+@dataclass
+class Flight:
+    """A step that was launched."""
+
+    rows: list[Row]
+    plan: StepPlan
+    results: Results
 
 
 class Engine:
@@ -60,6 +71,9 @@ class Engine:
         """To be ended when the step under way has been computed."""
         self._lock = RLock()
         self._computing = False
+        self._flight: Flight | None = None
+        """Launched, and not landed: only between and in steps that overlap."""
+        self._overlap = _overlaps(self.runner, self.config)
         self._arrivals = 0
         self._counts: Counter[str] = Counter()
         """By the names of Stats."""
@@ -124,33 +138,67 @@ class Engine:
     # A step
 
     def step(self) -> list[Output]:
-        """Compute one batch. What it brought, for each request that it concerned."""
+        """Compute one batch. What it brought, for each request that it concerned.
+
+        With overlap, the batch behind it is launched before this one's results are waited for."""
         with self._lock:
             assert not self._computing, "step is called while another step computes"
-            plan = self.scheduler.plan()
-            if plan is None:
+            plan = None if self._flight else self.scheduler.plan()
+            if plan is None and self._flight is None:
                 return self._take_done()
+            rows = list(self.scheduler.rows.values())
             self._computing = True
             self._count_admitted()
-        results = self._run(plan)
+        flight, results = self._run(rows, plan)
         with self._lock:
             self._computing = False
-            outputs = self._commit(plan, results)
+            outputs = self._commit(flight, results)
             if self.config.debug:
                 check(self.scheduler, self.memory)
             return [*self._take_done(), *outputs]
 
-    def _run(self, plan: StepPlan) -> Seq[ChunkResult]:
+    def _run(self, rows: list[Row], plan: StepPlan | None) -> tuple[Flight, Seq[ChunkResult]]:
+        """The step under way, or a new one by `plan`, and its results."""
         ran = False
         try:
-            results = self.runner.run(plan)
+            flight = self._flight if plan is None else self._launch(rows, plan)
+            assert flight is not None, "neither a step under way nor a plan"
+            self._flight = self._launch_ahead(flight) if self._overlap else None
+            results = flight.results()
             ran = True
-            return results
+            return flight, results
         finally:
             if not ran:
                 with self._lock:
                     self._computing = False
+                    self._flight = None
                     self._recover()
+
+    def _launch(self, rows: list[Row], plan: StepPlan) -> Flight:
+        if self._overlap:
+            return Flight(rows, plan, self.runner.launch(plan))
+        results = self.runner.run(plan)
+        return Flight(rows, plan, lambda: results)
+
+    def _launch_ahead(self, flight: Flight) -> Flight | None:
+        """The step behind `flight`, if it can be planned without that one's results."""
+        with self._lock:
+            found = plan_ahead(self.scheduler, flight.rows)
+        return self._launch(*found) if found else None
+
+    def _settle(self) -> None:
+        """Wait for the step under way; its outputs are for the next step to report."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        ran = False
+        try:
+            results = flight.results()
+            ran = True
+        finally:
+            if not ran:
+                self._recover()
+        self._done += self._commit(flight, results)
 
     def _take_done(self) -> list[Output]:
         done, self._done = self._done, []
@@ -163,13 +211,15 @@ class Engine:
                 self._counts["cached_tokens"] += seq.cached_tokens
         self.scheduler.admitted.clear()
 
-    def _commit(self, plan: StepPlan, results: Seq[ChunkResult]) -> list[Output]:
+    def _commit(self, flight: Flight, results: Seq[ChunkResult]) -> list[Output]:
         """Land memory, then tokens; end what has ended."""
-        rows = list(self.scheduler.rows.values())
+        rows = flight.rows
         assert len(results) == len(rows), f"{len(results)} results for {len(rows)} chunks"
         self.memory.land_copies()
         outputs: list[Output] = []
         for row, result in zip(rows, results, strict=True):
+            if not row.is_current:  # it ended by the token before, which was not known then
+                continue
             output = land(row, result, self.memory, self.max_context)
             if output is None:
                 continue
@@ -178,7 +228,9 @@ class Engine:
                 self._remove(row.seq)
                 self._counts["finished"] += 1
         self._end_aborted()
-        self._count(plan, results, outputs)
+        if self._flight and not any(row.is_current for row in self._flight.rows):
+            self._flight = None
+        self._count(flight.plan, results, outputs)
         return outputs
 
     def _count(self, plan: StepPlan, results: Seq[ChunkResult], outputs: list[Output]) -> None:
@@ -240,13 +292,13 @@ class Engine:
     def reset(self) -> None:
         """Forget every reusable prefix, in the pool and in host memory. Running requests go on."""
         with self._lock:
-            self._not_computing("reset")
+            self._between_steps("reset")
             self.memory.clear()
 
     def drop_host(self) -> None:
         """Forget the host tier and give its memory back."""
         with self._lock:
-            self._not_computing("drop_host")
+            self._between_steps("drop_host")
             self.memory.host.clear()
             self.runner.drop_host()
 
@@ -255,16 +307,23 @@ class Engine:
 
         Running requests keep their tokens, and compute their memory anew."""
         with self._lock:
-            self._not_computing("new_weights")
+            self._between_steps("new_weights")
             for seq in reversed(list(self.scheduler.running)):
                 self.scheduler.requeue(seq)
             self.memory.new_weights(version)
             for seq in self.scheduler.waiting:
                 seq.chain = self.memory.rekey(seq)
 
-    def _not_computing(self, name: str) -> None:
+    def _between_steps(self, name: str) -> None:
         if self._computing:
             raise ConflictError(f"{name} is called while a step computes; call it between steps")
+        self._settle()
+
+
+def _overlaps(runner: Runner, config: EngineConfig) -> bool:
+    if config.overlap is not None or config.num_drafts or config.batch_invariant:
+        return bool(config.overlap)
+    return getattr(runner, "runs_beside_host", False)
 
 
 def _runner_for(model: Any, config: EngineConfig) -> Runner:

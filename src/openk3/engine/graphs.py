@@ -59,8 +59,10 @@ class DecodeGraphs:
         self._captured: dict[_Shape, _Captured] = {}
         self._pool: Any = None
 
-    def run(self, rows: HostRows) -> Tensor:
-        """Logits [B * T, V] of the rows' tokens; valid until the next call."""
+    def run(self, rows: HostRows, known: Callable[[Tensor], Tensor]) -> Tensor:
+        """Logits [B * T, V] of the rows' tokens; valid until the next call.
+
+        `known` puts ids [B * T] in place that are on the device alone."""
         pages = table_width(max(len(row) for row in rows.table))
         shape = _Shape(num_rows(len(rows)), rows.tokens, pages, len(rows.states))
         captured = self._captured.get(shape)
@@ -68,6 +70,7 @@ class DecodeGraphs:
             captured = self._captured[shape] = self._capture(shape)
         numbers = _pack(rows, shape, self.memory.scratch)
         captured.numbers.copy_(numbers, non_blocking=True)
+        known(captured.numbers[: len(rows.ids)])
         captured.graph.replay()
         return captured.logits[: len(rows) * rows.tokens]
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from openk3.engine import batch
-from openk3.engine.plan import Chunk, ChunkResult, Copy
+from openk3.engine.plan import Chunk, ChunkResult, Copy, Results
 from openk3.engine.runner import ModelRunner, sampling_rows
 from openk3.engine.sampling import Choice, choose
 from openk3.model.ports import Context
@@ -20,8 +20,9 @@ from openk3.model.ports import Context
 class InvariantRunner(ModelRunner):
     """A runner whose floats depend on a request alone."""
 
-    def _advance(self, chunks: Sequence[Chunk]) -> Sequence[ChunkResult]:
-        return [self._alone(chunk) for chunk in chunks]
+    def _advance(self, chunks: Sequence[Chunk]) -> Results:
+        results = [self._alone(chunk) for chunk in chunks]
+        return lambda: results
 
     def _alone(self, chunk: Chunk) -> ChunkResult:
         """A chunk token by token; drafts only as long as they are what was chosen."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from openk3.config import ModelConfig
 from openk3.engine.plan import Copy, Geometry, num_host_pages
+from openk3.engine.sampling import on_device
 from openk3.engine.types import EngineConfig
 from openk3.errors import ConfigError
 
@@ -129,14 +130,15 @@ class PageMemory:
                 some = [c for c in copies if (c.source_tier, c.target_tier) == tiers]
                 if some:
                     source, target = self._tier(source_tier), self._tier(target_tier)
-                    pages = source[:, [c.source for c in some]]
-                    target[:, [c.target for c in some]] = pages.to(target.device)
+                    where = on_device([c.target for c in some], target.device)
+                    pages = source[:, on_device([c.source for c in some], source.device)]
+                    target[:, where] = pages.to(target.device)
 
     def _tier(self, name: str) -> Tensor:
         return self.pool if name == "pool" else self._host_pool()
 
     def _index(self, pages: Sequence[int]) -> Tensor:
-        return torch.tensor(list(pages), dtype=torch.int64, device=self.device)
+        return on_device(list(pages), self.device, torch.int64)
 
 
 def _affordable(config: EngineConfig, page_id_bytes: int, device: torch.device) -> int:

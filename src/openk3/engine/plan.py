@@ -6,13 +6,15 @@ list of pages for the MLA group (its latents, page_tokens to a page) and one pag
 (its live state). A checkpoint is one page for each KDA group: read-only, at a known position.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from openk3.engine.types import EngineConfig, Request, TokenLogprobs
 
 Tier = Literal["pool", "host"]
+UNKNOWN = -1
+"""The token that the step before chose for this slot: the runner knows it, the host not yet."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Chunk:
     """0 .. max_running - 1, the sequence's own while it runs: row of a runner's buffers."""
     token_ids: tuple[int, ...]
     """New inputs, of the expanded prompt (see `Prompt`) and the output; the last `num_drafts` are
-    guesses to be verified."""
+    guesses to be verified. (UNKNOWN,) in a step that is launched before the last has ended."""
     start: int
     """Position of the first, = tokens whose memory the pages hold already."""
     latent_pages: tuple[int, ...]
@@ -110,6 +112,10 @@ class ChunkResult:
     """This request cannot go on (its logits are not finite); others are not concerned."""
 
 
+Results = Callable[[], Sequence[ChunkResult]]
+"""Waits for a step that was launched: one result for each chunk, in order."""
+
+
 class Runner(Protocol):
     """Runs steps. The one for models is `openk3.engine.runner`; tests script their own."""
 
@@ -120,6 +126,10 @@ class Runner(Protocol):
 
     def run(self, plan: StepPlan) -> Sequence[ChunkResult]:
         """One result for each chunk, in order. Checkpoints have landed when it returns."""
+        ...
+
+    def launch(self, plan: StepPlan) -> Results:
+        """Start a step behind those launched before, whose results may not have been asked for."""
         ...
 
     def forget(self, slot: int) -> None:

@@ -12,8 +12,8 @@ from openk3.engine.graphs import DecodeGraphs
 from openk3.engine.memory import PageMemory
 from openk3.engine.paged import PagedSequence
 from openk3.engine.pictures import Pictures, expand
-from openk3.engine.plan import Chunk, ChunkResult, Prompt, StepPlan
-from openk3.engine.sampling import Choice, Row, choose
+from openk3.engine.plan import UNKNOWN, Chunk, ChunkResult, Prompt, Results, StepPlan
+from openk3.engine.sampling import Choice, Chosen, Row, on_device, start_choosing
 from openk3.engine.types import EngineConfig, Request
 from openk3.errors import ConfigError
 from openk3.model.k3 import K3
@@ -40,6 +40,10 @@ class ModelRunner:
         self._window = config.num_drafts + 1
         self._pending = self._windows() if config.num_drafts and not config.batch_invariant else {}
         self._accepted: dict[int, int] = {}
+        self.runs_beside_host = weight.is_cuda
+        """Whether a step that was launched computes while the host does something else."""
+        self._last = torch.zeros(config.max_running, dtype=torch.int64, device=self.device)
+        """[slots] the tokens that the last steps chose."""
         self._pictures = Pictures(model)
         self._graphs: DecodeGraphs | None = None
         if weight.is_cuda and config.cuda_graphs:
@@ -69,9 +73,13 @@ class ModelRunner:
         """Each picture's media id once for each of its rows. Raises InputError."""
         return expand(request, self.model)
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> Sequence[ChunkResult]:
         """One forward pass. Raises nothing for a bad request: its result carries the error."""
+        return self.launch(plan)()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Results:
+        """Start a forward pass; on a CPU it is also ended."""
         if plan.poison:
             self.memory.poison(plan.poison)
         self.memory.copy(plan.copies)
@@ -79,9 +87,9 @@ class ModelRunner:
         if fresh:
             self.memory.clear(fresh)
         with evaluation_mode(self.model) if self.model.training else nullcontext():
-            return self._advance(plan.chunks) if plan.chunks else []
+            return self._advance(plan.chunks) if plan.chunks else list
 
-    def _advance(self, chunks: Sequence[Chunk]) -> Sequence[ChunkResult]:
+    def _advance(self, chunks: Sequence[Chunk]) -> Results:
         """All chunks in one pass."""
         decode = [c for c in chunks if self._is_decode(c)]
         taken = frozenset(c.slot for c in decode)
@@ -92,17 +100,38 @@ class ModelRunner:
         logits = self._pass(decode, prefill)
         self.memory.copy(after)
         rows = [row for c in (*decode, *prefill) for row in sampling_rows(c)]
-        choices = iter(choose(logits, rows, self.config.seed) if rows else [])
-        results = {c.slot: self._result(c, c.slot in behind, choices) for c in decode}
-        results |= {c.slot: self._result(c, False, choices) for c in prefill}
-        return [results[chunk.slot] for chunk in chunks]
+        chosen = start_choosing(logits, rows, self.config.seed) if rows else None
+        if chosen is not None:
+            self._remember(chosen, (*decode, *prefill))
+
+        def results() -> Sequence[ChunkResult]:
+            choices = iter(chosen.wait() if chosen else [])
+            found = {c.slot: self._result(c, c.slot in behind, choices) for c in decode}
+            found |= {c.slot: self._result(c, False, choices) for c in prefill}
+            return [found[chunk.slot] for chunk in chunks]
+
+        return results
+
+    def _remember(self, chosen: Chosen, chunks: Sequence[Chunk]) -> None:
+        """Keep the tokens where a step that is launched before they are known finds them."""
+        if self.config.overlap is not False and not self.config.num_drafts:
+            slots = [c.slot for c in chunks if c.samples]
+            self._last[on_device(slots, self.device)] = chosen.ids
+
+    def _known(self, ids: Tensor, decode: Sequence[Chunk]) -> Tensor:
+        """ids [N] of a packed row with the tokens in place that only the device knows."""
+        rows = [i for i, c in enumerate(decode) if c.token_ids == (UNKNOWN,)]
+        if rows:
+            slots = on_device([decode[i].slot for i in rows], self.device)
+            ids[on_device(rows, self.device)] = self._last[slots]
+        return ids
 
     def _is_decode(self, chunk: Chunk) -> bool:
         """Whether a chunk takes the path of decoding rows.
 
         A row behind a window must: that is where its state catches up with its tokens.
         """
-        if self._accepted.get(chunk.slot):
+        if self._accepted.get(chunk.slot) or chunk.token_ids == (UNKNOWN,):
             return True
         few = chunk.samples and len(chunk.token_ids) <= self._window and chunk.start > 0
         return few and bool(chunk.output_ids) and not batch.inside(chunk)
@@ -111,8 +140,10 @@ class ModelRunner:
         """Logits [R, V] of the tokens that choose, decoding rows first."""
         rows = batch.decode_rows(decode, self.memory, self._accepted)
         if self._graphs is not None and not prefill:
-            return self._graphs.run(rows)[batch.wanted(rows, decode, prefill)]
+            logits = self._graphs.run(rows, lambda ids: self._known(ids, decode))
+            return logits[on_device(batch.wanted(rows, decode, prefill), self.device)]
         step = batch.build(rows, decode, prefill, self.memory, self._pending)
+        self._known(step.input_ids[0], decode)
         x = self.model.embed_tokens(step.input_ids)
         if any(c.request.media for c in prefill):
             parts = x[0].split([len(rows.ids), *(len(c.token_ids) for c in prefill)])

@@ -11,6 +11,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,8 +43,52 @@ class Choice:
     error: str | None = None
 
 
+class Chosen:
+    """Tokens that a device chooses while the host goes on; `wait` for what they are."""
+
+    def __init__(self, ids: Tensor, finite: Tensor, logprobs: "_Logprobs | None") -> None:
+        self.ids = ids
+        """[R] int64, on the device"""
+        self._logprobs = logprobs
+        parts = [ids, finite.to(ids.dtype)]
+        self._numbers = to_host(torch.stack(parts))
+        self._landed = torch.cuda.Event() if ids.is_cuda else None
+        if self._landed is not None:
+            self._landed.record()
+
+    def wait(self) -> list[Choice]:
+        """One for each row."""
+        if self._landed is not None:
+            self._landed.synchronize()
+        ids, good = self._numbers.tolist()
+        logprobs = self._logprobs.read() if self._logprobs else [None] * len(ids)
+        return [
+            Choice(token, logprob)
+            if fine
+            else Choice(token, error="the model's logits are not finite for this request")
+            for token, fine, logprob in zip(ids, good, logprobs, strict=True)
+        ]
+
+
+def on_device(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of host numbers; the host does not wait until a GPU has it."""
+    pinned = device.type == "cuda"
+    made = torch.tensor(values, dtype=dtype, pin_memory=pinned)
+    return made.to(device, non_blocking=True) if pinned else made
+
+
+def to_host(x: Tensor) -> Tensor:
+    """A copy on the host, which a GPU's is only once an event behind it has come."""
+    return x.to("cpu", non_blocking=True) if x.is_cuda else x
+
+
 def choose(logits_RV: Tensor, rows: Sequence[Row], seed: int) -> list[Choice]:
     """One token per row. logits [R, V] of any float dtype; `seed` is for requests without one."""
+    return start_choosing(logits_RV, rows, seed).wait()
+
+
+def start_choosing(logits_RV: Tensor, rows: Sequence[Row], seed: int) -> Chosen:
+    """`choose`, without waiting for a device."""
     raw = logits_RV.float()
     peak = raw.amax(-1, keepdim=True)
     finite = peak.isfinite()[:, 0]
@@ -52,14 +97,7 @@ def choose(logits_RV: Tensor, rows: Sequence[Row], seed: int) -> list[Choice]:
     if noisy:
         scores = _with_noise(scores, noisy, rows, seed)
     chosen = scores.argmax(-1)
-    ids, good = torch.stack([chosen, finite.to(chosen.dtype)]).tolist()
-    logprobs = _logprobs(raw, chosen, rows)
-    return [
-        Choice(token, logprob)
-        if fine
-        else Choice(token, error="the model's logits are not finite for this request")
-        for token, fine, logprob in zip(ids, good, logprobs, strict=True)
-    ]
+    return Chosen(chosen, finite, _logprobs(raw, chosen, rows))
 
 
 def _edited(raw: Tensor, rows: Sequence[Row]) -> Tensor:
@@ -83,18 +121,18 @@ def _edit(scores_V: Tensor, row: Row) -> None:
     """Bias, penalise and mask one row in place."""
     p, device = row.request.params, scores_V.device
     if p.repetition_penalty != 1:
-        seen = torch.tensor(sorted({*row.request.prompt_ids, *row.output_ids}), device=device)
+        seen = on_device(sorted({*row.request.prompt_ids, *row.output_ids}), device)
         old = scores_V[seen]
         scale = p.repetition_penalty
         scores_V[seen] = torch.where(old > 0, old / scale, old * scale)
     if (p.presence_penalty or p.frequency_penalty) and row.output_ids:
         counts = Counter(row.output_ids)
-        ids = torch.tensor(list(counts), device=device)
-        times = torch.tensor(list(counts.values()), device=device, dtype=torch.float32)
+        ids = on_device(list(counts), device)
+        times = on_device(list(counts.values()), device, torch.float32)
         scores_V[ids] -= p.presence_penalty + p.frequency_penalty * times
     if p.logit_bias:
-        ids = torch.tensor(list(p.logit_bias), device=device)
-        scores_V[ids] += torch.tensor(list(p.logit_bias.values()), device=device)
+        ids = on_device(list(p.logit_bias), device)
+        scores_V[ids] += on_device(list(p.logit_bias.values()), device, torch.float32)
     if row.constrained and row.request.constraint is not None:
         allowed = row.request.constraint.allowed()
         if allowed is not None:
@@ -105,14 +143,14 @@ def _with_noise(scores: Tensor, noisy: list[int], rows: Sequence[Row], seed: int
     """Scores whose largest is a sample, for the rows `noisy`: the Gumbel trick."""
     params = [rows[i].request.params for i in noisy]
     every = len(noisy) == len(rows)
-    some = scores if every else scores[noisy]
-    heat = torch.tensor([[p.temperature] for p in params], device=scores.device)
+    some = scores if every else scores[on_device(noisy, scores.device)]
+    heat = on_device([[p.temperature] for p in params], scores.device, torch.float32)
     # the largest is moved to 0 first: no temperature, however small, then makes an infinity
     some = (some - some.amax(-1, keepdim=True)) / heat
     some = _filtered(some, params)
     keys = [_key(rows[i], seed) for i in noisy]
     some = some - (-_uniform(keys, some.shape[1], some.device).log()).log()
-    return some if every else scores.index_copy(0, torch.tensor(noisy, device=scores.device), some)
+    return some if every else scores.index_copy(0, on_device(noisy, scores.device), some)
 
 
 def _filtered(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -122,9 +160,9 @@ def _filtered(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     device, vocab = scores.device, scores.shape[1]
     ordered, index = scores.sort(dim=-1, descending=True, stable=True)
     probs = ordered.softmax(-1)
-    top_k = torch.tensor([[p.top_k or vocab] for p in params], device=device)
-    top_p = torch.tensor([[p.top_p] for p in params], device=device)
-    min_p = torch.tensor([[p.min_p] for p in params], device=device)
+    top_k = on_device([[p.top_k or vocab] for p in params], device)
+    top_p = on_device([[p.top_p] for p in params], device, torch.float32)
+    min_p = on_device([[p.min_p] for p in params], device, torch.float32)
     out = torch.arange(vocab, device=device) >= top_k
     out |= (probs.cumsum(-1) - probs >= top_p) & (top_p < 1)
     out |= probs < min_p * probs[:, :1]
@@ -142,8 +180,8 @@ def _key(row: Row, seed: int) -> tuple[int, int]:
 
 def _uniform(keys: Sequence[tuple[int, int]], vocab: int, device: torch.device) -> Tensor:
     """[R, V] numbers inside (0, 1), a function of the row's key and the token id alone."""
-    low = torch.tensor([[key[0]] for key in keys], device=device)
-    high = torch.tensor([[key[1]] for key in keys], device=device)
+    low = on_device([[key[0]] for key in keys], device)
+    high = on_device([[key[1]] for key in keys], device)
     x = _mix(torch.arange(vocab, device=device) ^ low)
     x = _mix((x + high) & MASK)
     return ((x >> 9).float() + 0.5) * 2.0**-23
@@ -156,20 +194,37 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def _logprobs(raw: Tensor, chosen: Tensor, rows: Sequence[Row]) -> list[TokenLogprobs] | list[None]:
-    """The model's log-probabilities, for the rows that ask for them."""
+@dataclass
+class _Logprobs:
+    """The model's log-probabilities on their way to the host, for the rows that ask for them."""
+
+    own: Tensor
+    """[R]"""
+    values: Tensor
+    """[R, K], largest first"""
+    ids: Tensor
+    """[R, K]"""
+    wanted: list[int | None]
+
+    def read(self) -> list[TokenLogprobs | None]:
+        """Once they have come."""
+        rows = zip(
+            self.wanted, *(x.tolist() for x in (self.own, self.values, self.ids)), strict=True
+        )
+        return [
+            None
+            if count is None
+            else TokenLogprobs(own, tuple(zip(ids[:count], values[:count], strict=True)))
+            for count, own, values, ids in rows
+        ]
+
+
+def _logprobs(raw: Tensor, chosen: Tensor, rows: Sequence[Row]) -> _Logprobs | None:
     wanted = [row.request.params.logprobs for row in rows]
     most = max((w for w in wanted if w is not None), default=None)
     if most is None:
-        return [None] * len(rows)
+        return None
     logp = raw.log_softmax(-1)
-    own = logp.gather(-1, chosen[:, None])[:, 0].tolist()
+    own = logp.gather(-1, chosen[:, None])[:, 0]
     values, ids = logp.topk(min(most, raw.shape[1]))
-    found = []
-    for i, count in enumerate(wanted):
-        if count is None:
-            found.append(None)
-            continue
-        top = zip(ids[i, :count].tolist(), values[i, :count].tolist(), strict=True)
-        found.append(TokenLogprobs(own[i], tuple(top)))
-    return found
+    return _Logprobs(*map(to_host, (own, values, ids)), wanted)

@@ -43,6 +43,14 @@ class Row:
     """Known tokens that it computes."""
     drafts: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        self.admission = self.seq.admissions
+
+    @property
+    def is_current(self) -> bool:
+        """Whether its sequence still runs in the memory that the row was planned for."""
+        return self.seq.slot >= 0 and self.seq.admissions == self.admission
+
 
 class Scheduler:
     """Queues and plans. The engine runs each plan and lands its results."""
@@ -63,9 +71,20 @@ class Scheduler:
         self.preemptions = 0
         self.admitted: list[Sequence] = []
         """By the plan being made."""
+        self.stuck = False
+        """Those that wait were looked at, and lack pages; nothing has changed since."""
+        self.steps_ahead = 0
+        """Since the last plan that admits: see `openk3.engine.ahead`."""
 
     def enqueue(self, seq: Sequence) -> None:
         insort(self.waiting, seq, key=lambda other: other.rank)
+        self.stuck = False
+
+    def admission_may_help(self, max_steps: int) -> bool:
+        """Whether a plan that admits would perhaps admit somebody."""
+        if not (self.waiting and self.slots):
+            return False
+        return not self.stuck or self.steps_ahead >= max_steps
 
     # A plan
 
@@ -75,6 +94,7 @@ class Scheduler:
         if not (self.running or self.waiting):
             return None
         self.turn += 1
+        self.steps_ahead = 0
         self.expected = max(FIRST_EXPECTED, self.expected * DECAY)
         prefills = [seq for seq in self.running if seq.remaining > 1]
         left = self.config.max_batch_tokens
@@ -82,6 +102,7 @@ class Scheduler:
         prefills = [seq for seq in prefills if seq.slot >= 0]
         if left > 0:
             if self.waiting and self.slots:
+                self.stuck = not prefills
                 self._admit(prefills, left)
             self._prefill(prefills, left)
         assert self.rows, f"{len(self.running)} running, {len(self.waiting)} waiting, none advances"
@@ -169,6 +190,7 @@ class Scheduler:
     def drop(self, seq: Sequence) -> None:
         """A running sequence gives its slot and memory back."""
         self.running.remove(seq)
+        self.stuck = False
         self.runner.forget(seq.slot)
         self.slots.append(seq.slot)
         self.memory.close(seq)
@@ -183,7 +205,7 @@ class Scheduler:
             start=start,
             latent_pages=seq.latent_pages[: self.memory.pages_for(end + len(row.drafts))],
             state_pages=seq.live,
-            checkpoints=self.memory.checkpoints(seq, end),
+            checkpoints=self.memory.checkpoints(seq, start, end),
             num_drafts=len(row.drafts),
             output_ids=seq.output,
             samples=end == len(seq.ids),
@@ -248,3 +270,4 @@ class Scheduler:
         seq.passed = 0
         insort(self.running, seq, key=lambda other: other.rank)
         self.admitted.append(seq)
+        self.stuck = False

@@ -8,8 +8,18 @@ of the engine's tests, and a backend for tests of everything above the engine.
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
-from openk3.engine.plan import Chunk, ChunkResult, Geometry, Prompt, StepPlan, Tier
+from openk3.engine.plan import (
+    UNKNOWN,
+    Chunk,
+    ChunkResult,
+    Geometry,
+    Prompt,
+    Results,
+    StepPlan,
+    Tier,
+)
 from openk3.engine.types import Request, TokenLogprobs
 
 Script = Callable[[Request, Sequence[int]], int]
@@ -74,6 +84,9 @@ class ScriptedRunner:
         self._accepted: dict[int, int] = {}
         """Of a slot's last window, tokens that its state does not hold yet."""
         self._prefixes: dict[int, tuple[str, list[int]]] = {}
+        self._failed: dict[int, str] = {}
+        self._chosen: dict[int, tuple[str, list[int]]] = {}
+        """What a slot's request has been given so far, also what the engine has not seen yet."""
 
     def run(self, plan: StepPlan) -> list[ChunkResult]:
         """Poison, copies, chunks; every read is checked."""
@@ -90,8 +103,14 @@ class ScriptedRunner:
         _check_owners(plan, self.geometry)
         return [self._chunk(chunk) for chunk in plan.chunks]
 
+    def launch(self, plan: StepPlan) -> Results:
+        """Runs at once."""
+        results = self.run(plan)
+        return lambda: results
+
     def forget(self, slot: int) -> None:
         self._prefixes.pop(slot, None)
+        self._failed.pop(slot, None)
         self._accepted.pop(slot, None)
 
     def drop_host(self) -> None:
@@ -109,7 +128,13 @@ class ScriptedRunner:
 
     def _chunk(self, chunk: Chunk) -> ChunkResult:
         request = chunk.request
+        if self._failed.get(chunk.slot) == request.id:  # launched before the engine saw that
+            return ChunkResult(error="its state is not finite")
         prompt = self.expand(request) if request.media else Prompt(request.prompt_ids)
+        if UNKNOWN in chunk.token_ids:
+            owner, given = self._chosen[chunk.slot]
+            _expect(owner == request.id, chunk, f"goes on behind a token of {owner}")
+            chunk = replace(chunk, token_ids=tuple(given[-1:]), output_ids=tuple(given))
         known = [*prompt.ids, *chunk.output_ids]
         sure = len(chunk.token_ids) - chunk.num_drafts
         end = chunk.start + sure
@@ -122,8 +147,10 @@ class ScriptedRunner:
         self._read(chunk, prefix)
         self._write(chunk, prefix, chunk.start, chunk.token_ids)
         if request.id in self.errors:
+            self._failed[chunk.slot] = request.id
             return ChunkResult(error="its logits are not finite")
         new_ids = self._choose(chunk, known) if chunk.samples else ()
+        self._chosen[chunk.slot] = request.id, [*chunk.output_ids, *new_ids]
         held = end + max(0, len(new_ids) - 1)
         if self.window and self._is_decode(chunk):
             _expect(len(chunk.token_ids) <= self.window, chunk, "longer than a window")

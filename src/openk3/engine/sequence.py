@@ -80,7 +80,7 @@ class Sequence:
         """Its own newest checkpoint, if that is to be recycled by the next."""
         self.kept: list[Holding] = []
         self.pending: list[Holding] = []
-        """Checkpoints of the pass under way."""
+        """Checkpoints of the passes under way, by position."""
 
     @property
     def remaining(self) -> int:

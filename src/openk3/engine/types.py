@@ -151,6 +151,8 @@ class EngineConfig:
     """Where drafts come from."""
     cuda_graphs: bool = True
     """On a GPU, record decoding steps once and replay them."""
+    overlap: bool | None = None
+    """Plan and launch a step while the one before runs; None: on a GPU, without drafts."""
     batch_invariant: bool = False
     """The same floats, to the last bit, for a request whatever shares its steps, is cached or
     preempted: every token is computed alone, so prompts take as long as answers."""
@@ -174,6 +176,11 @@ class EngineConfig:
             raise ConfigError(f"num_pages must be at least 2, not {self.num_pages}")
         if not 0 <= self.num_drafts <= 16:
             raise ConfigError(f"num_drafts must be within [0, 16], not {self.num_drafts}")
+        if self.overlap and (self.num_drafts or self.batch_invariant):
+            raise ConfigError(
+                "overlap = true needs steps that bring one token each and runs of several rows: "
+                "leave it out with num_drafts or batch_invariant"
+            )
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,9 @@ def _check_owners(scheduler: "Scheduler", memory: Memory) -> None:
     for seq in scheduler.running:
         owners.update(seq.live)
         held.update(seq.latents)
-        assert not seq.pending, f"{seq.request.id} has checkpoints that did not land"
+        for state in seq.pending:
+            assert state.end > seq.computed, f"{seq.request.id} has a {state} that did not land"
+            owners.update(state.pages)
     for holding in held:
         owners.update(holding.pages)
     wrong = {page: n for page, n in owners.items() if n != 1}

@@ -153,15 +153,17 @@ class Memory:
         seq.latent_pages += pages
         return True
 
-    def checkpoints(self, seq: "Sequence", end: int) -> tuple[Checkpoint, ...]:
-        """States to leave behind by a pass to `end` (without drafts), as far as pages allow."""
+    def checkpoints(self, seq: "Sequence", start: int, end: int) -> tuple[Checkpoint, ...]:
+        """States to leave behind by a pass from `start` to `end` (without drafts), as far as pages
+        allow. The last token before `end` may be unknown yet."""
         last = end // self.block * self.block
-        if not self.enabled or last <= seq.computed:
+        if not self.enabled or last <= start:
             return ()
-        seq.chain.extend(seq.ids, end)
-        marks = seq.marks_within(seq.computed, end)
+        seq.chain.extend(seq.ids, min(end, len(seq.ids)))
+        marks = seq.marks_within(start, end)
         for position in marks if last in marks else [*marks, last]:
-            known = self.pool.find("state", seq.chain.keys[position // self.block - 1])
+            keys = seq.chain.keys[position // self.block - 1 :][:1]
+            known = self.pool.find("state", keys[0]) if keys else None
             if known and position in marks:
                 known.keep = True
                 seq.kept.append(known)
@@ -169,7 +171,7 @@ class Memory:
                 state = Holding("state", self.pool.take(self.geometry.kda_groups), position)
                 state.keep = position in marks
                 seq.pending.append(state)
-        return tuple(Checkpoint(state.end, state.pages) for state in seq.pending)
+        return tuple(Checkpoint(x.end, x.pages) for x in seq.pending if x.end > start)
 
     def land_copies(self) -> None:
         """The plan's copies have been made: what they brought is findable from now on."""
@@ -194,15 +196,16 @@ class Memory:
             page = seq.latents[block * self.block // self.page]
             self.pool.register(page, keys[block], (block + 1) * self.block)
         newest = None
-        for state in seq.pending:
-            assert before < state.end <= computed, f"{state} by a pass {before} .. {computed}"
+        landed = [state for state in seq.pending if state.end <= computed]
+        seq.pending = seq.pending[len(landed) :]
+        for state in landed:
+            assert before < state.end, f"{state} by a pass {before} .. {computed}"
             self.pool.register(state, keys[state.end // self.block - 1], state.end)
             if state.keep:
                 seq.kept.append(state)
             else:
                 newest = state
             self.pool.release(state)
-        seq.pending.clear()
         if newest or self.pool.find("state", keys[last - 1]):
             self._recycle(seq.inflight)
             seq.inflight = newest
