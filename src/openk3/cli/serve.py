@@ -99,6 +99,7 @@ def open_state(options: Namespace, config: ServeConfig) -> "Serving":
 
     opened = open_folder(options.model, device=options.device, dtype=options.dtype)
     engine = Engine(opened.model, config.engine)
+    engine.warm_up()
     state = Serving(
         AsyncEngine(engine),
         opened.tokenizer,

@@ -289,6 +289,13 @@ class Engine:
                 **self._counts,
             )
 
+    def warm_up(self) -> None:
+        """What would make first steps slow, in advance: a GPU's decoding steps are recorded."""
+        with self._lock:
+            self._between_steps("warm_up")
+            if hasattr(self.runner, "warm_up"):
+                self.runner.warm_up()  # type: ignore[attr-defined]
+
     def reset(self) -> None:
         """Forget every reusable prefix, in the pool and in host memory. Running requests go on."""
         with self._lock:

@@ -65,14 +65,24 @@ class DecodeGraphs:
         `known` puts ids [B * T] in place that are on the device alone."""
         pages = table_width(max(len(row) for row in rows.table))
         shape = _Shape(num_rows(len(rows)), rows.tokens, pages, len(rows.states))
-        captured = self._captured.get(shape)
-        if captured is None:
-            captured = self._captured[shape] = self._capture(shape)
+        captured = self._recorded(shape)
         numbers = _pack(rows, shape, self.memory.scratch)
         captured.numbers.copy_(numbers, non_blocking=True)
         known(captured.numbers[: len(rows.ids)])
         captured.graph.replay()
         return captured.logits[: len(rows) * rows.tokens]
+
+    def record(self, max_rows: int, tokens: int) -> None:
+        """Record the steps of every batch up to max_rows now, for short tables."""
+        groups = self.memory.geometry.kda_groups
+        for rows in sorted({num_rows(n) for n in range(1, max_rows + 1)}, reverse=True):
+            self._recorded(_Shape(rows, tokens, table_width(1), groups))
+
+    def _recorded(self, shape: _Shape) -> _Captured:
+        captured = self._captured.get(shape)
+        if captured is None:
+            captured = self._captured[shape] = self._capture(shape)
+        return captured
 
     def _sequence(self, numbers: Tensor, shape: _Shape) -> tuple[Tensor, PagedSequence]:
         """The views of `numbers` that `_pack` laid out."""

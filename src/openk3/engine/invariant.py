@@ -60,7 +60,7 @@ class InvariantRunner(ModelRunner):
         step = batch.build(rows, [one], [], self.memory, {})
         x = self.model.embed_tokens(step.input_ids)
         x = self._pictures.splice(x[0], one)[None]
-        hidden = self.model.trunk(x, Context(step.sequence))
+        hidden = self._trunk(x, Context(step.sequence))
         return self.model.lm_head(hidden[0])
 
     def _keep(self, chunk: Chunk, position: int) -> None:

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from openk3.engine.plan import UNKNOWN, Chunk, ChunkResult, Prompt, Results, Ste
 from openk3.engine.sampling import Choice, Chosen, Row, on_device, start_choosing
 from openk3.engine.types import EngineConfig, Request
 from openk3.errors import ConfigError
+from openk3.model import two_phase
 from openk3.model.k3 import K3
 from openk3.model.mode import evaluation_mode
 from openk3.model.ports import Context
@@ -45,6 +47,8 @@ class ModelRunner:
         self._last = torch.zeros(config.max_running, dtype=torch.int64, device=self.device)
         """[slots] the tokens that the last steps chose."""
         self._pictures = Pictures(model)
+        two = weight.is_cuda if config.two_phase is None else config.two_phase
+        self._trunk = partial(two_phase.trunk, model) if two else model.trunk
         self._graphs: DecodeGraphs | None = None
         if weight.is_cuda and config.cuda_graphs:
             self._graphs = DecodeGraphs(self._logits, self.memory, self._pending)
@@ -61,6 +65,13 @@ class ModelRunner:
             return Pending(zeros(width), zeros(width), zeros(width), zeros(width), zeros())
 
         return {layer: window() for layer in self.memory.kda_layers}
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Record the decoding steps of all batch sizes, so that none is when it is waited for."""
+        if self._graphs is not None:
+            with evaluation_mode(self.model):
+                self._graphs.record(self.config.max_running, 1)
 
     def forget(self, slot: int) -> None:
         self._accepted.pop(slot, None)
@@ -149,12 +160,12 @@ class ModelRunner:
             parts = x[0].split([len(rows.ids), *(len(c.token_ids) for c in prefill)])
             spliced = map(self._pictures.splice, parts[1:], prefill)
             x = torch.cat([parts[0], *spliced])[None]
-        hidden = self.model.trunk(x, Context(step.sequence))
+        hidden = self._trunk(x, Context(step.sequence))
         return self.model.lm_head(hidden[0, step.wanted])
 
     def _logits(self, ids: Tensor, sequence: PagedSequence) -> Tensor:
         """Logits [N, V] of every token of a packed row [1, N]."""
-        hidden = self.model.trunk(self.model.embed_tokens(ids), Context(sequence))
+        hidden = self._trunk(self.model.embed_tokens(ids), Context(sequence))
         return self.model.lm_head(hidden)[0]
 
     def _result(self, chunk: Chunk, windowed: bool, choices: Iterator[Choice]) -> ChunkResult:

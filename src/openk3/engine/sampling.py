@@ -227,4 +227,4 @@ def _logprobs(raw: Tensor, chosen: Tensor, rows: Sequence[Row]) -> _Logprobs | N
     logp = raw.log_softmax(-1)
     own = logp.gather(-1, chosen[:, None])[:, 0]
     values, ids = logp.topk(min(most, raw.shape[1]))
-    return _Logprobs(*map(to_host, (own, values, ids)), wanted)
+    return _Logprobs(to_host(own), to_host(values), to_host(ids), wanted)

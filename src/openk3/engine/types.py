@@ -153,6 +153,9 @@ class EngineConfig:
     """On a GPU, record decoding steps once and replay them."""
     overlap: bool | None = None
     """Plan and launch a step while the one before runs; None: on a GPU, without drafts."""
+    two_phase: bool | None = None
+    """Mix a block's finished AttnRes blocks at once where that moves fewer bytes; None: on a
+    GPU."""
     batch_invariant: bool = False
     """The same floats, to the last bit, for a request whatever shares its steps, is cached or
     preempted: every token is computed alone, so prompts take as long as answers."""

@@ -82,9 +82,10 @@ class K3Layer(nn.Module):
             running = running + a
         norm, proj, out = self.mlp_res_norm, self.mlp_res_proj, self.post_attention_layernorm
         h = attn_res_norm(bank, running, norm, proj, out, ctx, f"{where}.ffn")
-        return bank, running + self._ffn(h, ctx)
+        return bank, running + self.ffn(h, ctx)
 
-    def _ffn(self, x: Tensor, ctx: Context) -> Tensor:
+    def ffn(self, x: Tensor, ctx: Context) -> Tensor:
+        """What the layer does to its second mix [B,T,d]: a dense MLP or experts."""
         if hasattr(self, "mlp"):
             return self.mlp(x)
         return self.block_sparse_moe(x, ctx)
