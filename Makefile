@@ -9,12 +9,14 @@ JOBS   ?= 2
 quickstart: $(VENV)/.base
 	$(BIN)/k3 quickstart
 
+# Sandbox tests are part of it: they fetch runsc from this machine's Debian mirror where there is
+# none, and say why they skip where the kernel forbids it.
 test: lint types
-	$(BIN)/python -m pytest -rs -n $(JOBS) --dist loadfile -m 'not gvisor'
+	$(BIN)/python -m pytest -rs -n $(JOBS) --dist loadfile
 
-# Real gVisor sandboxes: needs root or user namespaces, and fetches runsc on first use.
+# Only the tests that run real sandboxes.
 test-sandbox: $(VENV)/.dev
-	$(BIN)/python -m pytest -rs -n $(JOBS) --dist loadfile -m gvisor
+	$(BIN)/python -m pytest -rs -n $(JOBS) --dist loadfile -m sandbox
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -25,8 +25,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
     for item in items:
-        if "gvisor" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.gvisor)
+        if "home" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.sandbox)
 
     if torch.cuda.is_available():
         return
@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def fails_rather_than_hangs(request: pytest.FixtureRequest) -> Iterator[None]:
     """Real machines are waited for in many ways; a fault in one must not stop all tests."""
-    if "home" not in request.fixturenames or "slow" in request.keywords:
+    if "sandbox" not in request.keywords or "slow" in request.keywords:
         yield
         return
 

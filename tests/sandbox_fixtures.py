@@ -121,6 +121,24 @@ def box(pool: Pool, aio: Bounded) -> Iterator[Sandbox]:
     aio.run(box.kill())
 
 
+@pytest.fixture(scope="module", params=["gvisor", "bwrap"])
+def either(request: pytest.FixtureRequest, home: Home, aio: Bounded) -> Iterator[Sandbox]:
+    """A machine of each local backend in turn."""
+    backend = request.getfixturevalue(request.param)
+
+    async def make() -> tuple[Pool, Sandbox]:
+        pool = Pool(home)
+        return pool, await Sandbox.create(pool=pool, backend=backend, timeout=1200)
+
+    async def end() -> None:
+        await box.kill()
+        await pool.close()
+
+    pool, box = aio.run(make())
+    yield box
+    aio.run(end())
+
+
 @pytest.fixture
 def fresh(pool: Pool, aio: Bounded) -> Iterator[Sandbox]:
     """A machine of a test's own."""

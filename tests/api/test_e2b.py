@@ -1,5 +1,6 @@
 """The stock `e2b` SDK, unchanged, against our server over gVisor sandboxes."""
 
+import asyncio
 import io
 import json
 import socket
@@ -139,6 +140,40 @@ def test_terminal(box):
     for _, _, piece in terminal:
         out += piece or b""
     assert b"20 90" in out
+
+
+def test_the_async_sdk_watches_by_stream_and_resizes_its_terminal(sdk, box):
+    async def go() -> None:
+        inside = await e2b.AsyncSandbox.connect(box.sandbox_id, timeout=600)
+        await inside.files.make_dir("seen")
+        names: asyncio.Queue[str] = asyncio.Queue()
+        watch = await inside.files.watch_dir(
+            "seen", on_event=lambda event: names.put_nowait(event.name), recursive=True
+        )
+        await inside.files.write("seen/late", "x")
+        while await names.get() != "late":
+            pass
+        await watch.stop()
+
+        shown: asyncio.Queue[bytes] = asyncio.Queue()
+        terminal = await inside.pty.create(
+            e2b.PtySize(rows=20, cols=90), on_data=shown.put_nowait, timeout=60
+        )
+        await inside.pty.send_stdin(terminal.pid, b"stty size\n")
+        await _until(shown, b"20 90")
+        await inside.pty.resize(terminal.pid, e2b.PtySize(rows=31, cols=70))
+        await inside.pty.send_stdin(terminal.pid, b"stty size\n")
+        await _until(shown, b"31 70")
+        assert await inside.pty.kill(terminal.pid)
+        done = await inside.commands.run("echo $A; pwd", envs={"A": "b"}, cwd="/tmp")
+        assert done.stdout == "b\n/tmp\n"
+
+    async def _until(shown: "asyncio.Queue[bytes]", wanted: bytes) -> None:
+        seen = b""
+        while wanted not in seen:
+            seen += await shown.get()
+
+    asyncio.run(go())
 
 
 def test_life(sdk, box):

@@ -31,7 +31,10 @@ def test_a_sandbox_lives_between_commands(home, gvisor):  # noqa: F811
     assert (done.stdout, done.returncode) == (b"b\n", 3)
     assert k3("pause", box_id, at=home).returncode == 0
     assert b"paused" in k3("ls", at=home).stdout
+    assert k3("resume", box_id, at=home).returncode == 0
+    assert b"running" in k3("ls", at=home).stdout
     assert k3("run", box_id, "cat", "f", at=home).stdout == b"content"
+    assert k3("pause", box_id, at=home).returncode == 0  # what follows resumes it by itself
     copy_id = k3("fork", box_id, at=home).stdout.decode().strip()
     saved = k3("snapshot", box_id, "--name", "s", at=home).stdout.decode().strip()
     assert saved.startswith("snap")
@@ -39,6 +42,22 @@ def test_a_sandbox_lives_between_commands(home, gvisor):  # noqa: F811
     again = k3("kill", box_id, at=home)
     assert (again.returncode, again.stderr) == (1, f"no sandbox {box_id}\n".encode())
     assert k3("ls", at=home).stdout == b""
+
+
+def test_setup_tests_the_backend_and_makes_a_template(home, gvisor, tmp_path):  # noqa: F811
+    (tmp_path / "root" / "etc").mkdir(parents=True)
+    (tmp_path / "root" / "etc" / "note").write_text("mine\n")
+    done = k3("setup", "--template", "mine", "--from", str(tmp_path / "root"), at=home)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.decode()
+    assert re.search(r"gvisor: \S*runsc, version \S+\n", said)
+    assert re.search(r"self-test passed in [\d.]+ s: .*memory", said)
+    assert re.search(r"template mine-\w+ is warm", said)
+    box_id = k3("new", "mine", "--timeout", "600", at=home).stdout.decode().strip()
+    python = k3("kill", box_id, at=home)
+    assert python.returncode == 0
+    refused = k3("setup", "--from", str(tmp_path / "missing"), at=home)
+    assert (refused.returncode, b"OCI archive" in refused.stderr) == (1, True)
 
 
 def test_shell_is_a_terminal_inside(home, gvisor):  # noqa: F811

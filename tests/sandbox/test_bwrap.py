@@ -2,11 +2,13 @@
 
 import asyncio
 import os
+import signal
 
 import pytest
 
-from openk3.errors import BackendError, InputError, NotFoundError, OpenK3Error
+from openk3.errors import BackendError, InputError, NotFoundError, OpenK3Error, StorageError
 from openk3.sandbox import Limits, Pool, Sandbox, State, recovery
+from openk3.sandbox.store.records import BoxRecord, ImageManifest
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +27,7 @@ def files_pool(home, bwrap, aio):
 
 
 async def _make(pool: Pool, **options) -> Sandbox:
-    return await Sandbox.create(pool=pool, backend="bwrap", timeout=1200, **options)
+    return await Sandbox.create(pool=pool, backend="bwrap", **{"timeout": 1200, **options})
 
 
 def test_auto_never_takes_it_unasked(aio, files_pool, monkeypatch):
@@ -69,13 +71,97 @@ def test_pause_says_that_processes_do_not_survive(aio, files_pool):
         with pytest.raises(InputError, match="memory=False"):
             await box.pause()
         assert (await box.run("cat f")).stdout == "kept\n"
-        for cycle in range(3):
+        await box.kill()
+
+    aio.run(go())
+
+
+def test_reported_files_survive_every_cycle_without_memory(aio, files_pool):
+    async def go() -> None:
+        box = await _make(files_pool)
+        await box.run("echo kept > f")
+        for cycle in range(5):
             await box.run(f"echo {cycle} > f{cycle}; rm -f f{cycle - 1}; sleep 999 &")
             await box.pause(memory=False)
             assert box.info.state == State.PAUSED
             await box.resume()
             left = await box.run("ls; pgrep sleep")
             assert left.stdout == f"f\nf{cycle}\n"
+        await box.kill()
+
+    aio.run(go())
+
+
+def test_reported_late_write_survives_a_files_only_pause_by_timeout(aio, files_pool):
+    async def go() -> None:
+        box = await _make(files_pool, timeout=None, on_timeout="pause", allow_files_only=True)
+        before = (await box.run("head -c 8000000 /dev/urandom > big; sha256sum big")).stdout
+        await box.set_timeout(0.1)
+        while (await box.refresh()).state != State.PAUSED:
+            await asyncio.sleep(0.05)
+        await box.resume(timeout=600)
+        assert (await box.run("sha256sum big")).stdout == before
+        await box.kill()
+
+    aio.run(go())
+
+
+def test_reported_failed_pause_leaves_the_files_only_sandbox_running(aio, home, files_pool):
+    async def go() -> None:
+        box = await _make(files_pool)
+        await box.run("echo kept > f")
+        os.rename(home.images, home.path / "images-away")
+        try:
+            with pytest.raises(StorageError, match="could not save"):
+                await box.pause(memory=False)
+        finally:
+            os.rename(home.path / "images-away", home.images)
+        assert (await box.run("cat f")).stdout == "kept\n"
+        await box.pause(memory=False)
+        await box.resume()
+        assert (await box.run("cat f")).stdout == "kept\n"
+        await box.kill()
+
+    aio.run(go())
+
+
+def test_reported_lost_layer_is_a_clean_error_and_deletable(aio, home, files_pool):
+    async def go() -> None:
+        box = await _make(files_pool)
+        await box.run("echo kept > f")
+        await box.pause(memory=False)
+        record = BoxRecord.load(BoxRecord.path(home, box.id))
+        (layer,) = ImageManifest.load(ImageManifest.path(home, record.image)).layers
+        os.rename(home.layers / layer, home.path / "away")
+        with pytest.raises(OpenK3Error, match=layer):
+            await box.resume()
+        assert (await box.refresh()).state == State.PAUSED
+        os.rename(home.path / "away", home.layers / layer)
+        await box.resume()
+        assert (await box.run("cat f")).stdout == "kept\n"
+        await box.pause(memory=False)
+        os.unlink(home.layers / layer)
+        assert await box.kill()
+        assert not await box.kill()
+
+    aio.run(go())
+
+
+def test_reported_keeper_killed_falls_back_to_the_last_saved_files(aio, home, files_pool):
+    async def go() -> None:
+        box = await _make(files_pool)
+        await box.run("echo one > f")
+        await box.pause(memory=False)
+        await box.resume()
+        await box.run("echo two > f")
+        pid = recovery.keeper_pid(home.box(box.id))
+        assert pid
+        os.kill(pid, signal.SIGKILL)
+        while (await box.refresh()).state == State.RUNNING:
+            await asyncio.sleep(0.02)
+        assert box.info.state == State.PAUSED
+        await box.resume()
+        assert (await box.run("cat f")).stdout == "one\n"
         await box.kill()
 
     aio.run(go())
@@ -110,7 +196,7 @@ def test_fork_and_snapshot_of_files(aio, files_pool):
     aio.run(go())
 
 
-def test_bombs_end_that_sandbox_only(aio, files_pool):
+def test_reported_bombs_end_that_files_only_sandbox(aio, files_pool):
     async def go() -> None:
         other = await _make(files_pool)
         victim = await _make(files_pool, limits=Limits(memory_mb=128, processes=64, disk_mb=32))

@@ -11,6 +11,11 @@ from openk3.errors import InputError, NotFoundError
 from openk3.sandbox import Sandbox
 
 
+@pytest.fixture(scope="module")
+def box(either):
+    return either
+
+
 def test_streams_exit_code_user_and_environment(aio, box):
     result = aio.run(box.run("echo out; echo err >&2; exit 3", env={"A": "ü"}))
     assert (result.stdout, result.stderr, result.exit_code) == ("out\n", "err\n", 3)

@@ -18,6 +18,11 @@ from openk3.sandbox import Limits, Sandbox
 from openk3.sandbox.files import safe_name
 
 
+@pytest.fixture(scope="module")
+def box(either):
+    return either
+
+
 def test_write_read_stat_move_remove(aio, box):
     async def go() -> None:
         data = bytes(range(256)) * 3000
@@ -117,6 +122,25 @@ def test_reported_odd_names_round_trip(aio, box, name):
     aio.run(go())
 
 
+def test_paths_as_long_as_there_can_be_work_and_longer_ones_are_refused(aio, box):
+    deep = "/".join(["d" * 199] * 20)
+
+    async def go() -> None:
+        room = 4095 - len("/home/user/") - len(deep) - 1
+        name = "n" * min(room, 255)
+        await box.files.write(f"{deep}/{name}", "deep")
+        assert await box.files.read_text(f"{deep}/{name}") == "deep"
+        for path in (f"{deep}/{'n' * 300}", f"{deep}/{deep}", "x" * 4096):
+            with pytest.raises(InputError, match="too long"):
+                await box.files.write(path, "x")
+            with pytest.raises(InputError, match="too long"):
+                await box.files.read(path)
+        await box.files.remove("d" * 199)
+        assert not await box.files.exists("d" * 199)
+
+    aio.run(go())
+
+
 def test_names_that_are_no_text_survive(aio, box):
     async def go() -> None:
         await box.run("mkdir raw; printf x > raw/$'\\xff\\xfe'")
@@ -179,9 +203,11 @@ def test_watch_reports_changes(aio, box):
     assert ("late", "create") in aio.run(go())
 
 
-def test_reported_full_disk_is_an_error_of_that_sandbox_and_room_returns(aio, pool):
+def test_reported_full_disk_is_an_error_of_that_sandbox_and_room_returns(aio, either):
+    pool, backend = either.pool, either.info.backend
+
     async def go() -> None:
-        box = await Sandbox.create(pool=pool, limits=Limits(disk_mb=24))
+        box = await Sandbox.create(pool=pool, backend=backend, limits=Limits(disk_mb=24))
         with pytest.raises(StorageError, match="No space"):
             await box.files.write("big", b"x" * (40 << 20))
         assert [e.name for e in await box.files.list()] == []
@@ -189,7 +215,7 @@ def test_reported_full_disk_is_an_error_of_that_sandbox_and_room_returns(aio, po
         assert "No space left" in filled.stderr
         await box.run("rm big")
         await box.files.write("small", "fits")
-        await box.pause()
+        await box.pause(memory=box.info.capabilities.memory)
         await box.resume()
         assert await box.files.read_text("small") == "fits"
         await box.kill()

@@ -4,6 +4,7 @@
 private folder: nothing of the system's own package state changes.
 """
 
+import fcntl
 import hashlib
 import os
 import re
@@ -18,6 +19,7 @@ from openk3.sandbox.store.home import remove_tree
 
 OLDEST_RUNSC = 20240729  # older ones hang or lose data in checkpoint
 RUNSC_SUITE = "trixie"
+FETCH_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -84,18 +86,30 @@ def fetch(backend: str) -> Engine:
     package, suite = {"gvisor": ("runsc", RUNSC_SUITE), "bwrap": ("bubblewrap", None)}[backend]
     name = {"gvisor": "runsc", "bwrap": "bwrap"}[backend]
     target = cache_dir() / "bin" / name
-    work = cache_dir() / f"fetch-{os.getpid()}"
+    cache_dir().mkdir(parents=True, exist_ok=True)
+    with open(cache_dir() / "fetch.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:  # another process was here while we waited
+            return Engine(backend, str(target), check_version(backend, str(target)))
+        except (FileNotFoundError, BackendError):
+            return Engine(backend, str(target), _fetch(backend, package, suite, target))
+
+
+def _fetch(backend: str, package: str, suite: str | None, target: Path) -> str:
+    """Put the program of a package at `target`; its version. The caller holds the lock."""
+    work = cache_dir() / "fetch"
+    remove_tree(work, cache_dir())  # of one that was killed
     try:
         work.mkdir(parents=True)
         archive = _download(package, suite, work)
         _run(["dpkg-deb", "-x", str(archive), str(work / "root")], "unpack the package")
-        program = work / "root" / "usr" / "bin" / name
+        program = work / "root" / "usr" / "bin" / target.name
         version = check_version(backend, str(program))
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(program, target)
     finally:
         remove_tree(work, cache_dir())
-    return Engine(backend, str(target), version)
+    return version
 
 
 def mirror_lines(suite: str | None) -> list[str]:
@@ -159,6 +173,8 @@ def _download(package: str, suite: str | None, work: Path) -> Path:
         "APT::Sandbox::User": "",
         "Acquire::Languages": "none",
         "Acquire::Retries": "2",
+        "Acquire::http::Timeout": "30",
+        "Acquire::https::Timeout": "30",
     }
     apt = ["apt-get", "-q", *(f"-o{key}={value}" for key, value in options.items())]
     _run([*apt, "update"], f"read the {suite or 'configured'} index of the Debian mirror")
@@ -167,9 +183,18 @@ def _download(package: str, suite: str | None, work: Path) -> Path:
 
 
 def _run(argv: list[str], what: str, cwd: Path | None = None) -> None:
-    done = subprocess.run(
-        argv, cwd=cwd, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
-    )
+    try:
+        done = subprocess.run(
+            argv,
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            timeout=FETCH_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise BackendError(f"could not {what} in {FETCH_TIMEOUT_S:g} s") from None
     if done.returncode:
         raise BackendError(f"could not {what}: {(done.stderr or done.stdout).strip()[-400:]}")
 
