@@ -26,9 +26,10 @@ def seeing_model():
     return K3(preset("nano", vision=VISION, **sizes), seed=1).eval()
 
 
-def lively_model(seed):
+def lively_model(seed, mtp=False):
     """A nano whose every part matters: AttnRes queries, zero at the start, are drawn too."""
-    model = K3(preset("nano", initializer_range=0.1), seed=seed)
+    config = preset("nano", initializer_range=0.1, num_nextn_predict_layers=int(mtp))
+    model = K3(config, seed=seed)
     rng = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -21,13 +21,21 @@ KINDS = {
     "a step ahead, short of pages": {"num_pages": 26, "overlap": True, "host_bytes": 1 << 23},
     "drafts": {"num_pages": 400, "num_drafts": 3},
     "drafts, short of pages": {"num_pages": 30, "num_drafts": 2, "host_bytes": 1 << 23},
+    "layer drafts": {"num_pages": 400, "num_drafts": 3, "draft": "mtp"},
+    "layer drafts, short of pages": {
+        "num_pages": 30,
+        "num_drafts": 2,
+        "draft": "mtp",
+        "host_bytes": 1 << 23,
+        "max_batch_tokens": 21,
+    },
     "no cache": {"num_pages": 400, "prefix_cache": False},
 }
 
 
 @pytest.fixture(scope="module")
 def model():
-    return lively_model(seed=3)
+    return lively_model(seed=3, mtp=True)
 
 
 class Alone:
@@ -138,14 +146,13 @@ def test_batch_invariant_answers_are_equal_to_the_last_bit(model):
         assert other == seen[0]
 
 
-def test_drafts_do_not_change_samples(model):
+@pytest.mark.parametrize("source", ["ngram", "mtp"])
+def test_drafts_do_not_change_samples(model, source):
     """Temperature 1: noise belongs to positions, so that a drafted run is the plain run."""
     answers = []
     for drafts in (0, 3):
-        engine = Engine(
-            model,
-            EngineConfig(hash_block=BLOCK, page_tokens=PAGE, num_pages=200, num_drafts=drafts),
-        )
+        sizes = {"hash_block": BLOCK, "page_tokens": PAGE, "num_pages": 200}
+        engine = Engine(model, EngineConfig(**sizes, num_drafts=drafts, draft=source))
         params = SamplingParams(max_tokens=60, temperature=0.7, seed=5, logit_bias=FEW)
         engine.add(Request("a", (3, 4, 5) * 6, params))
         ids = []

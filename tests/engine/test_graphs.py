@@ -31,15 +31,15 @@ def test_filled_up_rows_are_the_plain_rows(drafts):
     before = runner.memory.pool.clone()
     plain = batch.build(rows, chunks, [], runner.memory, runner._pending)
     with torch.inference_mode():
-        wanted = runner._logits(plain.input_ids, plain.sequence)
+        wanted = runner._forward(plain.input_ids, plain.sequence)[0]
         runner.memory.pool.copy_(before)
-        recorder = graphs.DecodeGraphs(runner._logits, runner.memory, runner._pending)
+        recorder = graphs.DecodeGraphs(runner._forward, runner.memory, runner._pending)
         shape = graphs._Shape(graphs.num_rows(3), rows.tokens, graphs.table_width(1), groups)
         assert shape.rows == 4
         numbers = graphs._pack(rows, shape, runner.memory.scratch)
         ids, sequence = recorder._sequence(numbers, shape)
         assert isinstance(sequence, PagedSequence)
-        got = runner._logits(ids, sequence)
+        got = runner._forward(ids, sequence)[0]
     torch.testing.assert_close(got[: len(wanted)], wanted, atol=1e-5, rtol=1e-5)
     assert bool(got.isfinite().all())
 

@@ -239,6 +239,8 @@ def test_one_bad_request_does_not_harm_the_others(model):
     assert results[1].new_ids == (ids[-1],)
 
 
-def test_drafts_of_a_layer_are_refused(model):
-    with pytest.raises(ConfigError, match="draft layer"):
+def test_drafts_of_a_layer_need_the_layer(model):
+    with pytest.raises(ConfigError, match="num_nextn_predict_layers"):
         runner(model, num_drafts=2, draft="mtp")
+    with pytest.raises(ConfigError, match="batch_invariant"):
+        EngineConfig(num_drafts=2, draft="mtp", batch_invariant=True)

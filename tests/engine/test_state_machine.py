@@ -47,9 +47,21 @@ class EngineMachine(RuleBasedStateMachine):
         host=st.sampled_from([0, 4, 30]),
         cache=st.sampled_from([True, True, True, False]),
         overlap=st.booleans(),
+        source=st.sampled_from(["ngram", "mtp"]),
     )
     def start(
-        self, block, pages_of, groups, num_pages, budget, max_running, drafts, host, cache, overlap
+        self,
+        block,
+        pages_of,
+        groups,
+        num_pages,
+        budget,
+        max_running,
+        drafts,
+        host,
+        cache,
+        overlap,
+        source,
     ) -> None:
         self.driver = Driver(
             num_pages=num_pages,
@@ -59,6 +71,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_batch_tokens=budget,
             max_running=max_running,
             num_drafts=drafts,
+            draft=source,
             host_bytes=host,
             prefix_cache=cache,
             overlap=overlap and not drafts,

@@ -45,13 +45,18 @@ def model():
     attn = LinearAttnConfig(full_attn_layers=(3, 5), num_heads=4, head_dim=64)
     sizes = {"hidden_size": 256, "routed_expert_hidden_size": 128, "kv_lora_rank": 128}
     heads = {"qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
-    config = preset("nano", linear_attn=attn, initializer_range=0.1, **sizes, **heads)
+    sizes |= {"initializer_range": 0.1, "num_nextn_predict_layers": 1}
+    config = preset("nano", linear_attn=attn, **sizes, **heads)
     return cast(K3(config, seed=3), torch.bfloat16).eval().cuda()
 
 
 def answers(model, **options):
+    config = EngineConfig(hash_block=16, num_pages=400, max_running=8, **options)
+    return answers_of(Engine(model, config))
+
+
+def answers_of(engine):
     rng = random.Random(0)
-    engine = Engine(model, EngineConfig(hash_block=16, num_pages=400, max_running=8, **options))
     logprobs = {}
     for i in range(12):
         ids = tuple(rng.randrange(200) for _ in range(rng.choice((1, 5, 40, 90))))
@@ -67,15 +72,57 @@ def answers(model, **options):
     return ids, logprobs
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_recorded_steps_are_the_plain_ones(model, drafts):
+def agree(one, other):
     """Batches differ in their rows, so floats do; until a near-tie flips, the words agree."""
-    plain, recorded = (answers(model, num_drafts=drafts, cuda_graphs=on) for on in (False, True))
     same = 0
-    for name, wanted in plain[0].items():
-        got = recorded[0][name]
+    for name, wanted in one[0].items():
+        got = other[0][name]
         until = next((i for i, (a, b) in enumerate(zip(got, wanted, strict=True)) if a != b), 12)
         same += until
-        pairs = zip(recorded[1][name][:until], plain[1][name][:until], strict=True)
+        pairs = zip(other[1][name][:until], one[1][name][:until], strict=True)
         assert all(abs(a - b) < 0.1 for a, b in pairs)
-    assert same > 0.7 * 12 * len(plain[0])
+    assert same > 0.7 * 12 * len(one[0])
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    return answers(model, cuda_graphs=False, overlap=False, two_phase=False)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overlap": False},
+        {"overlap": True},
+        {"overlap": True, "cuda_graphs": False},
+        {"num_drafts": 3, "cuda_graphs": False},
+        {"num_drafts": 3},
+        {"num_drafts": 3, "draft": "mtp"},
+        {"num_drafts": 2, "draft": "mtp", "cuda_graphs": False},
+    ],
+    ids=str,
+)
+def test_every_way_to_run_a_step_gives_the_same_answers(model, plain, options):
+    """Recorded steps, steps launched ahead of the last one's tokens, drafts of both sources."""
+    agree(plain, answers(model, **options))
+
+
+def test_warming_up_leaves_nothing_behind(model, plain):
+    engine = Engine(model, EngineConfig(hash_block=16, num_pages=400, max_running=8))
+    engine.warm_up()
+    agree(plain, answers_of(engine))
+
+
+def test_attention_that_does_not_see_the_first_position():
+    rng = torch.Generator("cuda").manual_seed(1)
+    pages = torch.randn(6, 128, 576, generator=rng, device="cuda").bfloat16()
+    q = torch.randn(2, 1, 16, 192, generator=rng, device="cuda").bfloat16()
+    kv_b = torch.randn(16 * 256, 512, generator=rng, device="cuda").bfloat16() / 20
+    held = torch.tensor([2, 300], device="cuda")
+    table = torch.arange(6, device="cuda").view(2, 3)
+    ours, wanted = (
+        attend_paged(*(x.to(dtype) for x in (q, kv_b, pages)), table, held - 1, held, first=1,
+                     backend=backend)
+        for dtype, backend in ((torch.bfloat16, "triton"), (torch.float64, "reference"))
+    )  # fmt: skip
+    assert relative_error(ours, wanted) < 1e-2

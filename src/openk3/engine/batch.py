@@ -118,12 +118,17 @@ def ints(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch
     return on_device(values, device, dtype)
 
 
+def page_table(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
+    """[B, pages] int32 of rows of their own lengths, filled up with what no one reads."""
+    longest = max(len(pages) for pages in rows)
+    table = [(*pages, *pages[:1] * longest)[:longest] for pages in rows]
+    return ints(table, device, torch.int32)
+
+
 def _device_rows(rows: HostRows, device: torch.device, windowed: bool) -> DecodeRows:
-    longest = max(len(pages) for pages in rows.table)
-    table = [(*pages, *pages[:1] * longest)[:longest] for pages in rows.table]
     made = DecodeRows(
         rows.tokens,
-        ints(table, device, torch.int32),
+        page_table(rows.table, device),
         ints(rows.starts, device),
         ints(rows.lengths, device),
         ints(rows.states, device, torch.int32),
@@ -163,6 +168,13 @@ def wanted(rows: HostRows, decode: Sequence[Chunk], prefill: Sequence[Chunk]) ->
         end += len(chunk.token_ids)
         found += [end - 1] if chunk.samples else []
     return found
+
+
+def firsts(decode: Sequence[Chunk], prefill: Sequence[Chunk]) -> list[int]:
+    """Where each chunk's tokens begin in the packed row."""
+    tokens = max((len(c.token_ids) for c in decode), default=0)
+    lengths = [tokens for _ in decode] + [len(c.token_ids) for c in prefill]
+    return [0, *itertools.accumulate(lengths)][:-1]
 
 
 def state_copies(chunks: Sequence[Chunk], behind: frozenset[int]) -> tuple[list[Copy], list[Copy]]:

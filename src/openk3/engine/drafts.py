@@ -2,11 +2,13 @@
 
 Prompt lookup: if the last GRAMS tokens (the longest that can be had) occurred before in the
 prompt or the output, what came after them is the draft. Verification by the runner makes a wrong
-guess cost time only.
+guess cost time only. A draft layer's guesses are made by the runner (`engine.layer_drafts`), just
+before it verifies them: their number alone is decided here.
 """
 
 from typing import TYPE_CHECKING
 
+from openk3.engine.plan import UNKNOWN
 from openk3.engine.types import EngineConfig
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ def propose(seq: "Sequence", config: EngineConfig, limit: int) -> tuple[int, ...
     if limit <= 0 or seq.request.constraint is not None:
         return ()
     if config.draft == "mtp":
-        return seq.drafts[:limit]
+        return (UNKNOWN,) * limit
     return seq.grams.guess(seq.ids, limit)
 
 

@@ -15,7 +15,7 @@ from openk3.engine.memory import PageMemory
 from openk3.engine.paged import DecodeRows, PagedSequence
 from openk3.ops.kda.decode import Pending
 
-Forward = Callable[[Tensor, PagedSequence], Tensor]
+Forward = Callable[[Tensor, PagedSequence], tuple[Tensor, Tensor]]
 WARM_UPS = 2
 
 
@@ -49,18 +49,21 @@ class _Captured:
     """int64, all inputs one after the other"""
     logits: Tensor
     """[B * T, V]"""
+    hidden: Tensor
+    """[B * T, d]"""
 
 
 class DecodeGraphs:
-    """Runs steps that only decode. `forward` maps (ids [1, N], sequence) to logits [N, V]."""
+    """Runs steps that only decode. `forward` maps (ids [1, N], sequence) to logits [N, V] and
+    hidden states [N, d]."""
 
     def __init__(self, forward: Forward, memory: PageMemory, pending: dict[int, Pending]) -> None:
         self.forward, self.memory, self.pending = forward, memory, pending
         self._captured: dict[_Shape, _Captured] = {}
         self._pool: Any = None
 
-    def run(self, rows: HostRows, known: Callable[[Tensor], Tensor]) -> Tensor:
-        """Logits [B * T, V] of the rows' tokens; valid until the next call.
+    def run(self, rows: HostRows, known: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """Logits and hidden states [B * T, ...] of the rows' tokens; valid until the next call.
 
         `known` puts ids [B * T] in place that are on the device alone."""
         pages = table_width(max(len(row) for row in rows.table))
@@ -70,7 +73,8 @@ class DecodeGraphs:
         captured.numbers.copy_(numbers, non_blocking=True)
         known(captured.numbers[: len(rows.ids)])
         captured.graph.replay()
-        return captured.logits[: len(rows) * rows.tokens]
+        count = len(rows) * rows.tokens
+        return captured.logits[:count], captured.hidden[:count]
 
     def record(self, max_rows: int, tokens: int) -> None:
         """Record the steps of every batch up to max_rows now, for short tables."""
@@ -112,9 +116,9 @@ class DecodeGraphs:
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            logits = self.forward(*self._sequence(numbers, shape))
+            outputs = self.forward(*self._sequence(numbers, shape))
         self._pool = self._pool or graph.pool()
-        return _Captured(graph, numbers, logits)
+        return _Captured(graph, numbers, *outputs)
 
 
 def _pack(rows: HostRows, shape: _Shape, scratch: int) -> Tensor:

@@ -23,7 +23,6 @@ def land(row: Row, result: ChunkResult, memory: Memory, max_context: int) -> Out
         seq.ids.extend(new_ids)
         seq.output.extend(new_ids)
         computed = min(computed, len(seq.ids))
-    seq.drafts = result.drafts
     memory.land_pass(seq, computed)
     if not new_ids or seq.aborted:
         return None

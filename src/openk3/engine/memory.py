@@ -41,6 +41,10 @@ class PageMemory:
         layers = range(model.num_hidden_layers)
         self.kda_layers = [i for i in layers if model.is_kda(i)]
         self.mla_layers = [i for i in layers if not model.is_kda(i)]
+        self.hidden_width = 0
+        if config.num_drafts and config.draft == "mtp":  # its latents, and a hidden state a state
+            self.mla_layers.append(model.num_hidden_layers)
+            self.hidden_width = model.hidden_size
         self.latent_width = model.kv_lora_rank + model.qk_rope_head_dim
         self.S_shape = (attn.num_heads, attn.head_dim, attn.head_dim)
         self.conv_shape = (3, attn.short_conv_kernel_size, attn.num_heads, attn.head_dim)
@@ -55,12 +59,13 @@ class PageMemory:
 
     def _cut(self, config: EngineConfig) -> Geometry:
         """Pages that hold a KDA layer's state, or page_tokens latents of an MLA layer."""
-        state_bytes = self.S_bytes + prod(self.conv_shape) * self.dtype.itemsize
+        beside_S = prod(self.conv_shape) + self.hidden_width
+        state_bytes = self.S_bytes + beside_S * self.dtype.itemsize
         per_token = self.latent_width * self.dtype.itemsize
         enough = _round_up(-(-state_bytes // per_token), config.hash_block)
         page_tokens = config.page_tokens or enough
         page_bytes = _round_up(max(state_bytes, page_tokens * per_token), ALIGN)
-        per_group = len(self.mla_layers)
+        per_group = len(self.mla_layers)  # the MTP layer is one of them
         num_pages = config.num_pages or _affordable(config, page_bytes * per_group, self.device)
         kda_groups = -(-len(self.kda_layers) // per_group)
         return Geometry(page_tokens, page_bytes, num_pages, kda_groups, per_group)
@@ -99,6 +104,11 @@ class PageMemory:
         start = self.S_bytes // self.dtype.itemsize
         conv = pages.view(self.dtype)[:, start : start + prod(self.conv_shape)]
         return S.unflatten(1, self.S_shape), conv.unflatten(1, self.conv_shape)
+
+    def hiddens(self) -> Tensor:
+        """[num_pages + 1, d] hidden states that travel with states; in pages of the first group."""
+        start = self.S_bytes // self.dtype.itemsize + prod(self.conv_shape)
+        return self.pool[0].view(self.dtype)[:, start : start + self.hidden_width]
 
     def poison(self, pages: Sequence[int]) -> None:
         """Fill pages with bytes that are NaN in every float type."""

@@ -87,6 +87,8 @@ class PagedSequence:
     prefill: PrefillRows | None = None
     pending: dict[int, Pending] = field(default_factory=dict)
     """By KDA layer; empty when nothing is drafted."""
+    first: int = 0
+    """The first position that decoding rows see."""
 
     def kda(self, x: KdaInputs, weights: KdaWeights, state: MixerState | None) -> Tensor:
         parts = []
@@ -194,7 +196,8 @@ class PagedSequence:
         rows = self.decode
         if rows is not None:
             own = q[0, : rows.num_tokens].unflatten(0, (-1, rows.tokens))
-            o = attend_paged(own, kv_b, pages, rows.table, rows.starts, rows.lengths)
+            held = rows.table, rows.starts, rows.lengths
+            o = attend_paged(own, kv_b, pages, *held, first=self.first)
             parts.append(o.flatten(0, 1))
         for chunk in self.prefill.chunks if self.prefill is not None else ():
             total = chunk.start + chunk.count

@@ -14,7 +14,8 @@ from openk3.engine.types import EngineConfig, Request, TokenLogprobs
 
 Tier = Literal["pool", "host"]
 UNKNOWN = -1
-"""The token that the step before chose for this slot: the runner knows it, the host not yet."""
+"""A token that the runner knows and the host not yet: what the step before chose for this slot, or
+a guess that the runner is to make itself."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ class Chunk:
     """0 .. max_running - 1, the sequence's own while it runs: row of a runner's buffers."""
     token_ids: tuple[int, ...]
     """New inputs, of the expanded prompt (see `Prompt`) and the output; the last `num_drafts` are
-    guesses to be verified. (UNKNOWN,) in a step that is launched before the last has ended."""
+    guesses to be verified, or UNKNOWN where a draft layer makes them. (UNKNOWN,) in a step that is
+    launched before the last has ended."""
     start: int
     """Position of the first, = tokens whose memory the pages hold already."""
     latent_pages: tuple[int, ...]
@@ -106,8 +108,6 @@ class ChunkResult:
 
     new_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
-    drafts: tuple[int, ...] = ()
-    """Guesses for the tokens after new_ids, of a draft layer; n-grams are the scheduler's."""
     error: str | None = None
     """This request cannot go on (its logits are not finite); others are not concerned."""
 

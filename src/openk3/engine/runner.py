@@ -10,13 +10,13 @@ from torch import Tensor
 
 from openk3.engine import batch
 from openk3.engine.graphs import DecodeGraphs
+from openk3.engine.layer_drafts import LayerDrafts
 from openk3.engine.memory import PageMemory
 from openk3.engine.paged import PagedSequence
 from openk3.engine.pictures import Pictures, expand
 from openk3.engine.plan import UNKNOWN, Chunk, ChunkResult, Prompt, Results, StepPlan
 from openk3.engine.sampling import Choice, Chosen, Row, on_device, start_choosing
 from openk3.engine.types import EngineConfig, Request
-from openk3.errors import ConfigError
 from openk3.model import two_phase
 from openk3.model.k3 import K3
 from openk3.model.mode import evaluation_mode
@@ -28,10 +28,6 @@ class ModelRunner:
     """A Runner for a model on one device."""
 
     def __init__(self, model: K3, config: EngineConfig) -> None:
-        if config.num_drafts and config.draft == "mtp":
-            raise ConfigError(
-                'draft = "mtp": no runner computes drafts with a draft layer yet; use "ngram"'
-            )
         weight = model.lm_head.weight
         self.model, self.config, self.device = model, config, weight.device
         self.memory = PageMemory(model.config, config, weight.device, weight.dtype)
@@ -46,12 +42,15 @@ class ModelRunner:
         """Whether a step that was launched computes while the host does something else."""
         self._last = torch.zeros(config.max_running, dtype=torch.int64, device=self.device)
         """[slots] the tokens that the last steps chose."""
+        self._drafts = None
+        if config.num_drafts and config.draft == "mtp":
+            self._drafts = LayerDrafts(model, self.memory, config.seed)
         self._pictures = Pictures(model)
         two = weight.is_cuda if config.two_phase is None else config.two_phase
         self._trunk = partial(two_phase.trunk, model) if two else model.trunk
         self._graphs: DecodeGraphs | None = None
         if weight.is_cuda and config.cuda_graphs:
-            self._graphs = DecodeGraphs(self._logits, self.memory, self._pending)
+            self._graphs = DecodeGraphs(self._forward, self.memory, self._pending)
 
     def _windows(self) -> dict[int, Pending]:
         """Room for the projected inputs of every running sequence's last window, by KDA layer."""
@@ -71,7 +70,8 @@ class ModelRunner:
         """Record the decoding steps of all batch sizes, so that none is when it is waited for."""
         if self._graphs is not None:
             with evaluation_mode(self.model):
-                self._graphs.record(self.config.max_running, 1)
+                for tokens in {1, self._window}:
+                    self._graphs.record(self.config.max_running, tokens)
 
     def forget(self, slot: int) -> None:
         self._accepted.pop(slot, None)
@@ -102,13 +102,15 @@ class ModelRunner:
 
     def _advance(self, chunks: Sequence[Chunk]) -> Results:
         """All chunks in one pass."""
+        if self._drafts is not None:
+            chunks = self._drafts.draft(chunks)
         decode = [c for c in chunks if self._is_decode(c)]
         taken = frozenset(c.slot for c in decode)
         prefill = [c for c in chunks if c.slot not in taken]
         behind = taken if self._pending else frozenset()
         before, after = batch.state_copies(chunks, behind)
         self.memory.copy(before)
-        logits = self._pass(decode, prefill)
+        logits, hidden = self._pass(decode, prefill)
         self.memory.copy(after)
         rows = [row for c in (*decode, *prefill) for row in sampling_rows(c)]
         chosen = start_choosing(logits, rows, self.config.seed) if rows else None
@@ -119,6 +121,9 @@ class ModelRunner:
             choices = iter(chosen.wait() if chosen else [])
             found = {c.slot: self._result(c, c.slot in behind, choices) for c in decode}
             found |= {c.slot: self._result(c, False, choices) for c in prefill}
+            if self._drafts is not None:
+                ends = [_standing(c, found[c.slot]) for c in (*decode, *prefill)]
+                self._drafts.keep((*decode, *prefill), ends, hidden, batch.firsts(decode, prefill))
             return [found[chunk.slot] for chunk in chunks]
 
         return results
@@ -147,12 +152,12 @@ class ModelRunner:
         few = chunk.samples and len(chunk.token_ids) <= self._window and chunk.start > 0
         return few and bool(chunk.output_ids) and not batch.inside(chunk)
 
-    def _pass(self, decode: Sequence[Chunk], prefill: Sequence[Chunk]) -> Tensor:
-        """Logits [R, V] of the tokens that choose, decoding rows first."""
+    def _pass(self, decode: Sequence[Chunk], prefill: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
+        """Logits [R, V] of the tokens that choose, decoding rows first; hidden states [N, d]."""
         rows = batch.decode_rows(decode, self.memory, self._accepted)
         if self._graphs is not None and not prefill:
-            logits = self._graphs.run(rows, lambda ids: self._known(ids, decode))
-            return logits[on_device(batch.wanted(rows, decode, prefill), self.device)]
+            logits, hidden = self._graphs.run(rows, lambda ids: self._known(ids, decode))
+            return logits[on_device(batch.wanted(rows, decode, prefill), self.device)], hidden
         step = batch.build(rows, decode, prefill, self.memory, self._pending)
         self._known(step.input_ids[0], decode)
         x = self.model.embed_tokens(step.input_ids)
@@ -160,13 +165,20 @@ class ModelRunner:
             parts = x[0].split([len(rows.ids), *(len(c.token_ids) for c in prefill)])
             spliced = map(self._pictures.splice, parts[1:], prefill)
             x = torch.cat([parts[0], *spliced])[None]
-        hidden = self._trunk(x, Context(step.sequence))
-        return self.model.lm_head(hidden[0, step.wanted])
+        hidden = self._hidden(step.input_ids, x, step.sequence)
+        return self.model.lm_head(hidden[step.wanted]), hidden
 
-    def _logits(self, ids: Tensor, sequence: PagedSequence) -> Tensor:
-        """Logits [N, V] of every token of a packed row [1, N]."""
-        hidden = self._trunk(self.model.embed_tokens(ids), Context(sequence))
-        return self.model.lm_head(hidden)[0]
+    def _forward(self, ids: Tensor, sequence: PagedSequence) -> tuple[Tensor, Tensor]:
+        """Logits [N, V] and hidden states [N, d] of every token of a packed row [1, N]."""
+        hidden = self._hidden(ids, self.model.embed_tokens(ids), sequence)
+        return self.model.lm_head(hidden), hidden
+
+    def _hidden(self, ids: Tensor, x: Tensor, sequence: PagedSequence) -> Tensor:
+        """[N, d] of a packed row of embeddings x [1, N, d]."""
+        hidden = self._trunk(x, Context(sequence))[0]
+        if self._drafts is not None:
+            self._drafts.extend(ids, hidden, sequence)
+        return hidden
 
     def _result(self, chunk: Chunk, windowed: bool, choices: Iterator[Choice]) -> ChunkResult:
         """What a chunk's choices make of its drafts; notes how much of a window to replay next."""
@@ -195,6 +207,11 @@ def _kept(chunk: Chunk, chosen: list[Choice]) -> list[Choice]:
     while chosen and right < len(drafts) and chosen[right].token_id == drafts[right]:
         right += 1
     return chosen[: right + 1]
+
+
+def _standing(chunk: Chunk, result: ChunkResult) -> int:
+    """How many tokens of a chunk are the sequence's own: the known ones, and right drafts."""
+    return len(chunk.token_ids) - chunk.num_drafts + max(len(result.new_ids) - 1, 0)
 
 
 def _drafts(chunk: Chunk) -> tuple[int, ...]:

@@ -22,7 +22,6 @@ class Sequence:
         "cached_tokens",
         "chain",
         "computed",
-        "drafts",
         "estimate",
         "grams",
         "ids",
@@ -62,8 +61,6 @@ class Sequence:
         """How often a later one was admitted because this one lacked pages."""
         self.cached_tokens = 0
         self.admissions = 0
-        self.drafts: tuple[int, ...] = ()
-        """Guesses that came with its last result."""
         self.grams = Grams()
         self.aborted = False
         self.close()

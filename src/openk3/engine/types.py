@@ -148,7 +148,7 @@ class EngineConfig:
     num_drafts: int = 0
     """Draft tokens verified in one step; 0 turns speculation off."""
     draft: Literal["ngram", "mtp"] = "ngram"
-    """Where drafts come from."""
+    """Where drafts come from: repetitions in the request's own text, or the model's MTP layer."""
     cuda_graphs: bool = True
     """On a GPU, record decoding steps once and replay them."""
     overlap: bool | None = None
@@ -179,6 +179,11 @@ class EngineConfig:
             raise ConfigError(f"num_pages must be at least 2, not {self.num_pages}")
         if not 0 <= self.num_drafts <= 16:
             raise ConfigError(f"num_drafts must be within [0, 16], not {self.num_drafts}")
+        if self.num_drafts and self.draft == "mtp" and self.batch_invariant:
+            raise ConfigError(
+                'draft = "mtp" drafts for several rows at once, batch_invariant computes tokens '
+                'alone: use "ngram"'
+            )
         if self.overlap and (self.num_drafts or self.batch_invariant):
             raise ConfigError(
                 "overlap = true needs steps that bring one token each and runs of several rows: "

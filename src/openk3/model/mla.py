@@ -38,8 +38,7 @@ class GatedMLA(nn.Module):
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        latent, k_rope = self.kv_a_proj_with_mqa(x).split([self.latent, self.rope], -1)
-        latent = self.kv_a_layernorm(latent)
+        latent, k_rope = self.latents(x)
         track = self.track_max_logits and self.training
         o = ctx.sequence.attend(
             self.layer,
@@ -54,3 +53,8 @@ class GatedMLA(nn.Module):
             o, peak = o
             self.max_logits = torch.maximum(self.max_logits, peak)
         return self.o_proj(o.flatten(2) * torch.sigmoid(self.g_proj(x)))
+
+    def latents(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What is remembered of x [B,T,d]: latents [B,T,R] and rope parts [B,T,rope]."""
+        latent, k_rope = self.kv_a_proj_with_mqa(x).split([self.latent, self.rope], -1)
+        return self.kv_a_layernorm(latent), k_rope

@@ -34,10 +34,17 @@ class MTPLayer(nn.Module):
 
     def forward(self, hidden: Tensor, next_embedding: Tensor, ctx: Context) -> Tensor:
         """hidden, next_embedding [B,T,d] -> [B,T,d]."""
-        x = self.eh_proj(torch.cat([self.enorm(next_embedding), self.hnorm(hidden)], -1))
+        x = self._joined(hidden, next_embedding)
         x = x + self.self_attn(self.input_layernorm(x), ctx)
         x = x + self.mlp(self.post_attention_layernorm(x))
         return self.norm(x)
+
+    def latents(self, hidden: Tensor, next_embedding: Tensor) -> tuple[Tensor, Tensor]:
+        """What its attention remembers of the pairs: [B,T,R] and [B,T,rope]."""
+        return self.self_attn.latents(self.input_layernorm(self._joined(hidden, next_embedding)))
+
+    def _joined(self, hidden: Tensor, next_embedding: Tensor) -> Tensor:
+        return self.eh_proj(torch.cat([self.enorm(next_embedding), self.hnorm(hidden)], -1))
 
 
 def later_targets(targets: Tensor, ignore: int = -100) -> Tensor:

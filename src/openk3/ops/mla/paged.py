@@ -47,6 +47,7 @@ def attend_paged(
     lengths: Tensor,
     *,
     scale: float | None = None,
+    first: int = 0,
     backend: str | None = None,
 ) -> Tensor:
     """T new tokens of B sequences attend to all their positions. No gradients.
@@ -55,8 +56,9 @@ def attend_paged(
     [num_pages, P, R + rope], the new tokens' included, each page contiguous; table [B, N] integer
     page ids, of which the first ceil(lengths / P) count (the others must be valid ids). starts [B]
     is the position of a row's first new token, lengths [B] how many positions it holds, new ones
-    included: those beyond, of tokens that only fill a row up, are seen by nobody. A row of length
-    0 is padding and gives zeros. scale None is D ** -0.5. Returns o [B,T,H,V] in q's dtype.
+    included: those beyond, of tokens that only fill a row up, are seen by nobody, and neither are
+    those before `first`. A row of length 0 is padding and gives zeros. scale None is D ** -0.5.
+    Returns o [B,T,H,V] in q's dtype.
     Raises InputError, BackendError.
     """
     batch, tokens, heads, width = q.shape
@@ -80,7 +82,7 @@ def attend_paged(
     q_latent = torch.bmm(q_HND[..., :nope], up[:, :nope]).transpose(0, 1)
     joined = torch.cat([q_latent, q.flatten(0, 1)[..., nope:]], -1).unflatten(0, (batch, tokens))
     scale = float(width**-0.5) if scale is None else scale
-    o_BTHR = chosen.load()(joined, pages, table, starts, lengths, latent, scale)
+    o_BTHR = chosen.load()(joined, pages, table, starts, lengths, latent, scale, first)
     o_HNR = o_BTHR.flatten(0, 1).transpose(0, 1)
     return torch.bmm(o_HNR, up[:, nope:].transpose(1, 2)).transpose(0, 1).unflatten(0, (batch, -1))
 
@@ -94,6 +96,7 @@ def latent_attention_reference(
     lengths: Tensor,
     latent: int,
     scale: float,
+    first: int = 0,
 ) -> Tensor:
     """softmax(scale q k^T) v, keys the pages' rows, values their first `latent` numbers.
 
@@ -105,9 +108,11 @@ def latent_attention_reference(
     keys_BSD = pages[table[:, :needed].long()].flatten(1, 2)
     position = torch.arange(keys_BSD.shape[1], device=q.device)
     # what lies behind a sequence's end may be anything, also NaN
-    keys_BSD = keys_BSD.masked_fill((position >= lengths[:, None])[..., None], 0)
+    nobodys = (position >= lengths[:, None]) | (position < first)
+    keys_BSD = keys_BSD.masked_fill(nobodys[..., None], 0)
     last = starts[:, None] + torch.arange(tokens, device=q.device)
     hidden_BTS = position > torch.minimum(last, lengths[:, None] - 1)[..., None]
+    hidden_BTS |= position < first
     scores = (q.flatten(1, 2) @ keys_BSD.transpose(1, 2)).to(wide_dtype(q)) * scale
     scores = scores.unflatten(1, (tokens, heads)).masked_fill(hidden_BTS[:, :, None], -torch.inf)
     weights = scores.softmax(-1).to(q.dtype).flatten(1, 2)

@@ -38,6 +38,7 @@ def share_kernel(
     R: tl.constexpr,
     ROPE: tl.constexpr,
     SHARES: tl.constexpr,
+    FIRST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -64,7 +65,7 @@ def share_kernel(
         k_latent = tl.load(key[:, None] + r[None, :], n[:, None] < end, 0.0)
         k_rope = tl.load(key[:, None] + R + rope[None, :], n[:, None] < end, 0.0)
         scores = tl.dot(q_latent, k_latent.T) + tl.dot(q_rope, k_rope.T)
-        seen = (n[None, :] <= last[:, None]) & (n[None, :] < end)
+        seen = (n[None, :] <= last[:, None]) & (n[None, :] < end) & (n[None, :] >= FIRST)
         scores = tl.where(seen, scores * scale, -float("inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         safe = tl.where(new_peak == -float("inf"), 0.0, new_peak)
@@ -104,6 +105,7 @@ def latent_attention_triton(
     lengths: Tensor,
     latent: int,
     scale: float,
+    first: int = 0,
 ) -> Tensor:
     """`paged.latent_attention_reference` in two kernels."""
     batch, tokens, heads, width = q.shape
@@ -134,6 +136,7 @@ def latent_attention_triton(
         R=latent,
         ROPE=width - latent,
         SHARES=shares,
+        FIRST=first,
         BLOCK_M=block,
         BLOCK_N=BLOCK_N,
         num_warps=8 if block == 32 else 4,
