@@ -116,6 +116,12 @@ def test_signed_urls_work_without_a_token_and_only_as_signed(box, url):
     )
     with pytest.raises(urllib.error.HTTPError, match="401"):
         urllib.request.urlopen(wrong)
+    strange = urllib.request.Request(
+        f"{url}/files?path=signed.txt&signature=v1_%C3%BC",
+        headers={"E2b-Sandbox-Id": box.sandbox_id},
+    )
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(strange)
 
 
 def test_upload_beyond_the_limit_is_refused(box):
@@ -237,7 +243,18 @@ def test_openapi_and_metrics(box, url):
         ask = urllib.request.Request(url + path, headers={"X-API-Key": KEY})
         return urllib.request.urlopen(ask).read().decode()
 
-    assert '"/v2/sandboxes"' in get("/openapi.json")
+    page = json.loads(get("/openapi.json"))
+    assert page["components"]["securitySchemes"].keys() == {"ApiKey", "SandboxToken"}
+    for path in ("/sandboxes", "/v2/sandboxes"):
+        made = page["paths"][path]["post"]
+        assert made["security"] == [{"ApiKey": []}]
+        assert set(made["responses"]) == {"201", "4XX", "5XX"}
+        reply = made["responses"]["201"]["content"]["application/json"]["schema"]["$ref"]
+        shown = page["components"]["schemas"][reply.rpartition("/")[2]]["properties"]
+        assert {"sandboxID", "templateID", "envdAccessToken"} <= shown.keys()
+    inside = page["paths"]["/filesystem.Filesystem/{method}"]["post"]
+    assert inside["security"] == [{"SandboxToken": []}]
+    assert "CreateWatcher" in inside["description"]
     text = get("/metrics")
     assert 'k3_sandboxes{state="running"} 1.0' in text
     assert 'k3_sandbox_requests_total{operation="fork",status="201"}' in text

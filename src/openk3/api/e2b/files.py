@@ -2,12 +2,11 @@
 
 import base64
 import hashlib
-import hmac
 import time
 import zlib
 from collections.abc import AsyncIterator
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.datastructures import UploadFile
 
@@ -18,7 +17,7 @@ from openk3.errors import DeniedError, InputError, OpenK3Error
 from openk3.sandbox.local import LocalSandbox
 from openk3.sandbox.types import Entry
 
-router = APIRouter()
+router = wire.router_inside("files")
 
 
 def _box(request: Request, service: Service, operation: str) -> LocalSandbox:
@@ -32,7 +31,7 @@ def _box(request: Request, service: Service, operation: str) -> LocalSandbox:
     words = [query.get("path", ""), operation, query.get("username", ""), token]
     raw = ":".join([*words, expires] if expires else words)
     digest = base64.b64encode(hashlib.sha256(raw.encode()).digest()).rstrip(b"=").decode()
-    if not hmac.compare_digest(signature, f"v1_{digest}"):
+    if not wire.same(signature, f"v1_{digest}"):
         raise DeniedError("the signature of this token is wrong")
     if expires and (not expires.isdigit() or int(expires) < time.time()):
         raise DeniedError("the signature of this token has expired")

@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from openk3.api.e2b import wire
 from openk3.errors import LimitError, NotFoundError
 from openk3.sandbox.local import LocalSandbox
 from openk3.sandbox.types import Entry
 
-router = APIRouter(prefix="/filesystem.Filesystem")
+router = wire.router_inside("folders", "/filesystem.Filesystem")
 KINDS = {
     "file": "FILE_TYPE_FILE",
     "dir": "FILE_TYPE_DIRECTORY",
@@ -172,12 +172,12 @@ UNARY: dict[str, wire.Unary] = {
 }
 
 
-@router.post("/WatchDir")
+@router.post("/WatchDir", **wire.described(stream=True))
 async def watch_route(request: Request) -> Response:
     return await wire.answer_stream(request, request.app.state.service, watch_dir)
 
 
-@router.post("/{method}")
+@router.post("/{method}", **wire.described(*UNARY))
 async def unary_route(method: str, request: Request) -> Response:
     if method not in UNARY:
         return wire.error_response("not_found", f"filesystem.Filesystem has no method {method}")

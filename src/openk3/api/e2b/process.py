@@ -5,14 +5,14 @@ import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from openk3.api.e2b import wire
 from openk3.errors import InputError
 from openk3.sandbox.local import LocalSandbox
 from openk3.sandbox.process import Process
 
-router = APIRouter(prefix="/process.Process")
+router = wire.router_inside("commands", "/process.Process")
 SIGNALS = {"SIGNAL_SIGTERM": signal.SIGTERM, "SIGNAL_SIGKILL": signal.SIGKILL}
 
 
@@ -85,12 +85,12 @@ async def connect(
         yield message
 
 
-@router.post("/Start")
+@router.post("/Start", **wire.described(stream=True))
 async def start_route(request: Request) -> Response:
     return await wire.answer_stream(request, request.app.state.service, start)
 
 
-@router.post("/Connect")
+@router.post("/Connect", **wire.described(stream=True))
 async def connect_route(request: Request) -> Response:
     return await wire.answer_stream(request, request.app.state.service, connect)
 
@@ -162,7 +162,7 @@ async def stream_input(
     yield {}
 
 
-@router.post("/StreamInput")
+@router.post("/StreamInput", **wire.described(stream=True))
 async def stream_input_route(request: Request) -> Response:
     return await wire.answer_client_stream(request, request.app.state.service, stream_input)
 
@@ -176,7 +176,7 @@ UNARY: dict[str, wire.Unary] = {
 }
 
 
-@router.post("/{method}")
+@router.post("/{method}", **wire.described(*UNARY))
 async def unary_route(method: str, request: Request) -> Response:
     if method not in UNARY:
         return wire.error_response("not_found", f"process.Process has no method {method}")

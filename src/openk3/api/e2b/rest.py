@@ -5,10 +5,24 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import parse_qsl
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Query, Request, Response, Security
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi.security import APIKeyHeader
 
+from openk3.api.e2b.models import (
+    FAILURES,
+    CreatedSandbox,
+    Fork,
+    ForkItem,
+    NewSandbox,
+    Pause,
+    SandboxDetail,
+    SavedSnapshot,
+    Snapshot,
+    Template,
+    Timeout,
+    Usage,
+)
 from openk3.api.e2b.service import Service, status_of
 from openk3.errors import BackendError, ConflictError, NotFoundError, OpenK3Error
 from openk3.sandbox import recovery
@@ -16,50 +30,17 @@ from openk3.sandbox.requests import SandboxRequest
 from openk3.sandbox.templates import catalog
 from openk3.sandbox.types import Limits
 
-MAX_FORKS = 20
 PAGE = 100
 
 
-class Wire(BaseModel):
-    """Unknown fields are kept out of the way: newer SDKs send more than is known here."""
-
-    model_config = ConfigDict(extra="allow", populate_by_name=True)
+KEY = APIKeyHeader(name="X-API-Key", scheme_name="ApiKey", auto_error=False)
+router = APIRouter(tags=["sandboxes"], dependencies=[Security(KEY)], responses=FAILURES)
 
 
-class NewSandbox(Wire):
-    template_id: str = Field("python", alias="templateID")
-    timeout: int = Field(default=300, ge=0, le=30 * 86400)
-    auto_pause: bool = Field(False, alias="autoPause")
-    auto_pause_memory: bool = Field(True, alias="autoPauseMemory")
-    metadata: dict[str, str] = Field(default_factory=dict)
-    env_vars: dict[str, str] = Field(default_factory=dict, alias="envVars")
-    allow_internet_access: bool | None = Field(None, alias="allow_internet_access")
-    network: dict[str, Any] | None = None
-    volume_mounts: list[Any] | None = Field(None, alias="volumeMounts")
-    mcp: Any = None
-    iam: Any = None
-    limits: dict[str, Any] | None = None
-
-
-class Timeout(Wire):
-    timeout: int = Field(default=300, ge=0, le=30 * 86400)
-    memory: bool = True
-
-
-class Fork(Wire):
-    timeout: int = Field(default=300, ge=0, le=30 * 86400)
-    count: int = Field(default=1, ge=1, le=MAX_FORKS)
-
-
-class Pause(Wire):
-    memory: bool = True
-
-
-class Snapshot(Wire):
-    name: str | None = None
-
-
-router = APIRouter()
+CONNECT: dict[str, Any] = {
+    "response_model": CreatedSandbox,
+    "responses": {201: {"model": CreatedSandbox, "description": "it was paused, and is resumed"}},
+}
 
 
 def service_of(request: Request) -> Service:
@@ -75,8 +56,8 @@ def _refuse_what_is_not_offered(body: NewSandbox) -> None:
             raise BackendError(f"{name} is not offered by sandboxes of this machine")
 
 
-@router.post("/sandboxes", status_code=201)
-@router.post("/v2/sandboxes", status_code=201)
+@router.post("/sandboxes", status_code=201, response_model=CreatedSandbox)
+@router.post("/v2/sandboxes", status_code=201, response_model=CreatedSandbox)
 async def create(body: NewSandbox, request: Request) -> dict[str, Any]:
     """Both generations of the SDK create here."""
     service = service_of(request)
@@ -101,8 +82,8 @@ async def create(body: NewSandbox, request: Request) -> dict[str, Any]:
     return service.created(record)
 
 
-@router.get("/sandboxes")
-@router.get("/v2/sandboxes")
+@router.get("/sandboxes", response_model=list[SandboxDetail])
+@router.get("/v2/sandboxes", response_model=list[SandboxDetail])
 async def list_all(
     request: Request,
     response: Response,
@@ -126,7 +107,7 @@ async def list_all(
     return rows[start : start + limit]
 
 
-@router.get("/sandboxes/{sandbox_id}")
+@router.get("/sandboxes/{sandbox_id}", response_model=SandboxDetail)
 async def info(sandbox_id: str, request: Request) -> dict[str, Any]:
     service = service_of(request)
     return service.detail(service.sandbox(sandbox_id).record)
@@ -150,7 +131,7 @@ async def pause(sandbox_id: str, request: Request, body: Pause | None = None) ->
     return Response(status_code=204)
 
 
-@router.post("/sandboxes/{sandbox_id}/resume", status_code=201)
+@router.post("/sandboxes/{sandbox_id}/resume", status_code=201, response_model=CreatedSandbox)
 async def resume(sandbox_id: str, request: Request, body: Timeout | None = None) -> dict[str, Any]:
     """The older spelling of connect; only for a paused sandbox."""
     service = service_of(request)
@@ -160,8 +141,8 @@ async def resume(sandbox_id: str, request: Request, body: Timeout | None = None)
     return service.created(service.pool.record(sandbox_id))
 
 
-@router.post("/sandboxes/{sandbox_id}/connect")
-@router.post("/v2/sandboxes/{sandbox_id}/connect")
+@router.post("/sandboxes/{sandbox_id}/connect", **CONNECT)
+@router.post("/v2/sandboxes/{sandbox_id}/connect", **CONNECT)
 async def connect(
     sandbox_id: str, request: Request, response: Response, body: Timeout | None = None
 ) -> dict[str, Any]:
@@ -193,7 +174,12 @@ async def set_timeout(sandbox_id: str, request: Request, body: Timeout) -> Respo
     return Response(status_code=204)
 
 
-@router.post("/sandboxes/{sandbox_id}/fork", status_code=201)
+@router.post(
+    "/sandboxes/{sandbox_id}/fork",
+    status_code=201,
+    response_model=list[ForkItem],
+    response_model_exclude_unset=True,
+)
 async def fork(sandbox_id: str, request: Request, body: Fork | None = None) -> list[dict[str, Any]]:
     """Each entry is a sandbox or the error of that copy."""
     service = service_of(request)
@@ -219,7 +205,7 @@ async def fork(sandbox_id: str, request: Request, body: Fork | None = None) -> l
     return rows
 
 
-@router.post("/sandboxes/{sandbox_id}/snapshots", status_code=201)
+@router.post("/sandboxes/{sandbox_id}/snapshots", status_code=201, response_model=SavedSnapshot)
 async def snapshot(
     sandbox_id: str, request: Request, body: Snapshot | None = None
 ) -> dict[str, Any]:
@@ -230,7 +216,7 @@ async def snapshot(
     return {"snapshotID": saved.id, "names": [saved.name] if saved.name else []}
 
 
-@router.get("/snapshots")
+@router.get("/snapshots", response_model=list[SavedSnapshot])
 async def snapshots(
     request: Request, sandbox_id: str | None = Query(None, alias="sandboxID")
 ) -> list[dict[str, Any]]:
@@ -249,7 +235,7 @@ async def network(sandbox_id: str, request: Request, body: dict[str, Any]) -> Re
     return Response(status_code=204)
 
 
-@router.get("/sandboxes/{sandbox_id}/metrics")
+@router.get("/sandboxes/{sandbox_id}/metrics", response_model=list[Usage])
 async def metrics(sandbox_id: str, request: Request) -> list[dict[str, Any]]:
     """The present moment only; no history is kept."""
     service = service_of(request)
@@ -280,8 +266,8 @@ async def delete_template(template_id: str, request: Request) -> Response:
     return Response(status_code=204)
 
 
-@router.get("/templates")
-@router.get("/v2/templates")
+@router.get("/templates", response_model=list[Template])
+@router.get("/v2/templates", response_model=list[Template])
 async def templates(request: Request) -> list[dict[str, Any]]:
     rows = catalog.describe(service_of(request).pool.home)
     return [{"templateID": row["id"], "aliases": [row["name"]], "public": False} for row in rows]

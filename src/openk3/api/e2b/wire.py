@@ -9,9 +9,11 @@ import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from fastapi import Request
+from fastapi import APIRouter, Request, Security
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.security import APIKeyHeader
 
+from openk3.api.e2b.models import FAILURES
 from openk3.api.e2b.service import NotRunningError, Service
 from openk3.errors import (
     ConflictError,
@@ -25,6 +27,7 @@ from openk3.errors import (
 from openk3.sandbox.local import LocalSandbox
 
 END_STREAM = 2
+TOKEN = APIKeyHeader(name="X-Access-Token", scheme_name="SandboxToken", auto_error=False)
 HTTP_OF_CODE = {
     "invalid_argument": 400,
     "unauthenticated": 401,
@@ -86,13 +89,28 @@ def inside(request: Request, service: Service) -> LocalSandbox:
     sandbox_id = request.headers.get("e2b-sandbox-id") or request.query_params.get("sandbox_id")
     handle = service.running(sandbox_id)
     given = request.headers.get("x-access-token", "")
-    if service.keys and not _same(given, service.token(handle.id)):
+    if service.keys and not same(given, service.token(handle.id)):
         raise DeniedError("the access token of this sandbox is missing or wrong")
     return handle
 
 
-def _same(given: str, wanted: str) -> bool:
+def same(given: str, wanted: str) -> bool:
+    """Whether a secret is right, in time that does not tell how nearly."""
     return hmac.compare_digest(given.encode(errors="replace"), wanted.encode())
+
+
+def router_inside(tag: str, prefix: str = "") -> APIRouter:
+    """Routes that go inside a sandbox, which its own token opens; `inside` asks for it."""
+    return APIRouter(prefix=prefix, tags=[tag], dependencies=[Security(TOKEN)], responses=FAILURES)
+
+
+def described(*methods: str, stream: bool = False) -> dict[str, Any]:
+    """What the OpenAPI document says of the bodies of Connect methods."""
+    kind = "application/connect+json" if stream else "application/json"
+    text = "Messages in frames of Connect. " if stream else ""
+    body = {"content": {kind: {"schema": {"type": "object"}}}, "description": text}
+    listed = f"Methods: {', '.join(methods)}" if methods else None
+    return {"openapi_extra": {"requestBody": body}, "description": listed}
 
 
 class AlreadyExistsError(ConflictError):
