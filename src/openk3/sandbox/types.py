@@ -26,7 +26,7 @@ class Limits:
     disk_mb: int = 2048
     """MiB that files written in the sandbox may take; beyond it writes fail with ENOSPC."""
     processes: int = 256
-    """Processes of the default user; beyond it fork fails with EAGAIN."""
+    """Processes that commands of the default user may start; beyond it fork fails with EAGAIN."""
     commands: int = 128
     """Commands running at once."""
     output_bytes: int = 1 << 30
