@@ -29,6 +29,8 @@ KINDS = {
         "host_bytes": 1 << 23,
         "max_batch_tokens": 21,
     },
+    "plain steps": {"num_pages": 400, "compiled": False},
+    "plain steps, drafts, short of pages": {"num_pages": 30, "num_drafts": 2, "compiled": False},
     "no cache": {"num_pages": 400, "prefix_cache": False},
 }
 
@@ -129,13 +131,16 @@ def test_answers_are_the_models_own(model, alone, kind):
         assert stats.host_hits > 0
 
 
-def test_batch_invariant_answers_are_equal_to_the_last_bit(model):
+@pytest.mark.parametrize("compiled", [None, False])
+def test_batch_invariant_answers_are_equal_to_the_last_bit(model, compiled):
     """Alone, and among others in small steps with too few pages, drafts and a warm cache."""
     rng = random.Random(4)
     sizes = {"hash_block": BLOCK, "page_tokens": PAGE, "batch_invariant": True, "debug": True}
+    sizes["compiled"] = compiled
     requests = [*conversations(5)[:5], (tuple([9, 8, 7] * 9), 40)]
     seen = []
-    for options in ({"num_pages": 400}, {"num_pages": 26, "num_drafts": 3, "max_batch_tokens": 9}):
+    few = {"num_pages": 26, "num_drafts": 3, "max_batch_tokens": 9}
+    for options in ({"num_pages": 400}, few):
         engine = Engine(model, EngineConfig(**sizes, **options))
         for _ in range(2):
             ids, logprobs, _ = serve(engine, requests, rng)

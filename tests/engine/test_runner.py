@@ -18,6 +18,13 @@ def model():
     return lively_model(seed=3)
 
 
+@pytest.fixture(params=["compiled", "plain"], autouse=True)
+def steps(request, monkeypatch):
+    """Every test with steps as C++, where there is a compiler, and as Python."""
+    if request.param == "plain":
+        monkeypatch.setattr("openk3.engine.runner.native_passes", lambda *_: None)
+
+
 def runner(model, **options):
     sizes = {"hash_block": HASH, "page_tokens": PAGE, "num_pages": PAGES, "max_running": 4}
     made = ModelRunner(model, EngineConfig(**sizes | options))

@@ -12,6 +12,7 @@ from openk3.engine import batch
 from openk3.engine.graphs import DecodeGraphs
 from openk3.engine.layer_drafts import LayerDrafts
 from openk3.engine.memory import PageMemory
+from openk3.engine.native import native_passes
 from openk3.engine.paged import PagedSequence
 from openk3.engine.pictures import Pictures, expand
 from openk3.engine.plan import UNKNOWN, Chunk, ChunkResult, Prompt, Results, StepPlan
@@ -48,6 +49,7 @@ class ModelRunner:
         self._pictures = Pictures(model)
         two = weight.is_cuda if config.two_phase is None else config.two_phase
         self._trunk = partial(two_phase.trunk, model) if two else model.trunk
+        self._native = native_passes(model, self.memory, self._pending, config)
         self._graphs: DecodeGraphs | None = None
         if weight.is_cuda and config.cuda_graphs:
             self._graphs = DecodeGraphs(self._forward, self.memory, self._pending)
@@ -154,6 +156,8 @@ class ModelRunner:
 
     def _pass(self, decode: Sequence[Chunk], prefill: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
         """Logits [R, V] of the tokens that choose, decoding rows first; hidden states [N, d]."""
+        if self._native is not None and self._native.takes((*decode, *prefill)):
+            return self._native.run(decode, prefill, self._accepted)
         rows = batch.decode_rows(decode, self.memory, self._accepted)
         if self._graphs is not None and not prefill:
             logits, hidden = self._graphs.run(rows, lambda ids: self._known(ids, decode))
