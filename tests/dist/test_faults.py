@@ -68,8 +68,14 @@ def run(world, recipe, folder, trouble=None):
     """Train or go on; `trouble` is (rank, place, nth time, what happens)."""
     from torch.distributed.checkpoint import FileSystemWriter
 
+    from openk3.obs import log
+    from openk3.train import setup
     from openk3.train.setup import training
 
+    if trouble is not None and trouble[1] == "start":
+        log.setup(Path(f"{folder}/rank_{world.rank}.log"))
+        if trouble[0] == world.rank:
+            setup.open_data = before(setup.open_data, *trouble[2:])
     with training(recipe, folder, world, resume=True) as trainer:
         if trouble is not None and trouble[0] == world.rank:
             _, place, nth, what = trouble
@@ -93,8 +99,9 @@ def told(recipe, folder, *trouble):
     started = time.monotonic()
     with pytest.raises(AssertionError) as caught:
         crew.run(run, recipe, folder, trouble)
-    log = Path(folder) / "logs/attempt_1.log"
-    return str(caught.value) + log.read_text(), time.monotonic() - started
+    logs = [*Path(folder).glob("rank_*.log"), *Path(folder).glob("logs/attempt_1.log")]
+    text = "".join(log.read_text() for log in logs)
+    return str(caught.value) + text, time.monotonic() - started
 
 
 def test_a_killed_process_is_named(recipe, tmp_path):
@@ -123,6 +130,19 @@ def test_a_failing_process_is_named_with_its_error(recipe, tmp_path):
     reason = "rank 1 failed in step 1, phase forward and backward: ValueError: no such luck"
     assert f"ends: {reason}" in text
     assert "ValueError: no such luck" in text
+
+
+@pytest.mark.parametrize(
+    ("what", "told_of"),
+    [
+        (freeze, "rank 1 died or is frozen: it has not been heard of for "),
+        (fail, "rank 1 failed in step 0, phase opening the data: ValueError: no such luck"),
+    ],
+)
+def test_the_start_is_watched_too(recipe, tmp_path, what, told_of):
+    text, seconds = told(recipe, tmp_path / "r", 1, "start", 1, what)
+    assert f"rank 0, in step 0, phase opening the data, ends: {told_of}" in text
+    assert seconds < 40
 
 
 def test_a_disk_that_is_full_for_one_stops_all_and_keeps_the_one_before(recipe, tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from openk3.parallel.watchdog import Watchdog
+from openk3.parallel.watchdog import START_S, Watchdog
 from openk3.parallel.world import Pulse
 
 
@@ -128,3 +128,34 @@ def test_a_failure_of_this_process_has_no_other_cause():
     run.rest = lambda seconds, rest=run.rest: (rest(seconds), other.beat())
     run.dogs[0]._pause = run.rest
     assert run.dogs[0].explain() is None
+
+
+def test_processes_that_left_in_good_order_are_not_missed():
+    run = Run(4, 30)
+    run.step(9, "checkpoint")
+    for rank in (0, 1):
+        run.alive.remove(rank)
+        run.dogs[rank].tell(left=True)
+    run.pass_time(5)
+    run.alive.remove(2)  # rank 3's neighbours have left, so it looks after the next
+    assert run.pass_time(25)[0].startswith("rank 2 died or is frozen")
+    alone = Run(2, 600)
+    alone.step(9, "checkpoint")
+    alone.alive.remove(1)
+    alone.dogs[1].tell(left=True)
+    assert alone.pass_time(500) == []
+    assert alone.pass_time(200)[0].endswith(
+        "(run.hang_seconds): rank 0 hangs in step 9, phase checkpoint, at file.py:0 work"
+    )
+
+
+def test_before_the_first_step_there_is_more_time_and_who_has_not_come_is_named():
+    run = Run(3, 30)
+    run.alive.remove(1)
+    start = run.now
+    verdict = run.pass_time(500)[0]
+    assert START_S <= run.now - start <= START_S + 2 * run.dogs[0].interval
+    assert verdict == (
+        "no progress for 120 s: rank 1 has not begun; rank 0 waits in step 0, phase start, at "
+        "file.py:0 work"
+    )

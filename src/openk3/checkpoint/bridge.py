@@ -34,10 +34,7 @@ def open_model(path: str | Path) -> tuple[Survey, Path]:
     if (path / "state.json").is_file():
         run = path.parent.parent
     else:
-        newest = training.CheckpointFolder(path / "checkpoints").latest()
-        if newest is None:
-            raise CheckpointError(f"{path} holds no whole checkpoint")
-        path = newest
+        path = training.CheckpointFolder(path / "checkpoints").newest()
     return open_training(path), run
 
 

@@ -10,6 +10,7 @@ Saving copies the state to host memory and returns; a thread of every process wr
 when all are done the first one syncs and renames the folder. All must see one file system.
 """
 
+import os
 import pickle
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -131,11 +132,24 @@ class ShardedFolder:
         except CheckpointException as error:
             reasons = {rank: str(reason) for rank, (reason, _) in error.failures.items()}
             raise StorageError(f"cannot write {path}: by rank, {reasons}") from error
-        if self.is_main:
+        self._agree(self._publish(aside, path, facts) if self.is_main else None)
+        return path
+
+    def _publish(self, aside: Path, path: Path, facts: dict[str, Any]) -> str | None:
+        """Give what all have written its name; why it cannot have it."""
+        try:
+            written = read_metadata(aside / ".metadata").storage_data.values()
+            if absent := {info.relative_path for info in written} - {*os.listdir(aside)}:
+                return (
+                    f"cannot write {path}: {min(absent)} has not come here; all processes must see "
+                    "one file system"
+                )
             write_state(aside, facts | {"format": FORMAT}, with_checksums=False)
             fsync_tree(aside)
             self.folder.publish(aside, path)
-        return path
+        except OSError as error:
+            return f"cannot write {path}: {error}"
+        return None
 
     def _make_room(self, path: Path, aside: Path, staged: dict[str, Box]) -> str | None:
         """Clean up and look at the disk; why it cannot go on, for everyone to hear."""

@@ -41,13 +41,7 @@ def load_trained(
     """
     path = Path(path)
     if not (path / "state.json").is_file():
-        found = CheckpointFolder(path / "checkpoints").latest()
-        if found is None:
-            raise CheckpointError(
-                f"{path} holds no whole checkpoint; train first (k3 pretrain), or give a folder "
-                "step_N below checkpoints/"
-            )
-        path = found
+        path = CheckpointFolder(path / "checkpoints").newest()
     saved = read(path, only=("model",))
     model = K3(ModelConfig.from_hf(dict(saved.loop["model"])), seed=None)
     try:

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from openk3._io import atomic_dir, fsync_dir, read_json, require_disk
+from openk3.config.check import differences
 from openk3.errors import CheckpointError, StorageError
 
 SCHEMA = 2
@@ -92,6 +93,17 @@ class CheckpointFolder:
         if self.keep:
             for old in self._steps()[: -self.keep]:
                 self._drop(old)
+
+    def newest(self) -> Path:
+        """`latest`; CheckpointError where there is none, with what is wrong with the newest."""
+        found = self.latest()
+        if found is None:
+            why = f": {self.passed_over[0]}" if self.passed_over else ""
+            raise CheckpointError(
+                f"{self.path.parent} holds no whole checkpoint{why}; train first (k3 pretrain), or "
+                "give a folder step_N below checkpoints/"
+            )
+        return found
 
     def latest(self) -> Path | None:
         """The newest whole folder, or None; `passed_over` says what was wrong with newer ones."""
@@ -165,13 +177,10 @@ def read(path: str | Path, *, only: tuple[str, ...] | None = None) -> Checkpoint
 
 def require_same(path: str | Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raise CheckpointError naming the settings in which a checkpoint differs from a run."""
-    odd = [k for k in sorted(saved.keys() | wanted.keys()) if saved.get(k) != wanted.get(k)]
-    if odd:
-        shown = "; ".join(f"{k} is {saved.get(k)!r} there, {wanted.get(k)!r} here" for k in odd[:4])
-        more = f" and {len(odd) - 4} more" if len(odd) > 4 else ""
+    if odd := differences(saved, wanted):
         raise CheckpointError(
-            f"{path} belongs to another configuration: {shown}{more}; go on with the settings it "
-            "was made with, or start a new run in another folder"
+            f"{path} belongs to another configuration: {odd}; go on with the settings it was made "
+            "with, or start a new run in another folder"
         )
 
 

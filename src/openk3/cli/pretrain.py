@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,15 +77,13 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False) -> "Trainer":
     from openk3.train.interrupt import stop_on_signals
     from openk3.train.setup import training
 
-    with stop_on_signals() as stop, join(recipe.run.device) as world:
+    with join(recipe.run.device) as world, stop_on_signals() as stop, ExitStack() as at_end:
         log.setup(rank=world.rank)
         with training(recipe, folder, world, resume=resume) as trainer:
+            if world.is_main:
+                at_end.callback(write_report, folder, plots=False)
             trainer.stop = stop
-            try:
-                trainer.fit()
-            finally:
-                if world.is_main:
-                    write_report(folder, plots=False)
+            trainer.fit()
     return trainer
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from openk3.errors import ConfigError
@@ -24,6 +25,14 @@ def at_least(config: Any, minimum: float, *names: str) -> None:
 def require_seed(seed: int) -> None:
     """Raise ConfigError for a seed that torch's generators cannot take: they hold 64 bits."""
     require(0 <= seed < 2**63, f"seed ({seed}) must lie in [0, 2**63)")
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """What two flat configurations do not share: `optim.lr is 1 there, 2 here`, at most four of
+    them and how many more; empty where they are equal."""
+    odd = [k for k in sorted(there.keys() | here.keys()) if there.get(k) != here.get(k)]
+    shown = "; ".join(f"{k} is {there.get(k)!r} there, {here.get(k)!r} here" for k in odd[:4])
+    return shown + (f" and {len(odd) - 4} more" if len(odd) > 4 else "")
 
 
 def number_fields(config: Any, prefix: str, zero_ok: tuple[str, ...] = ()) -> None:

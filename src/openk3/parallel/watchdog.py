@@ -15,7 +15,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +29,8 @@ from openk3.obs import log
 from openk3.parallel import world
 from openk3.parallel.world import Pulse, World
 
+START_S = 120.0
+"""Time without progress that is granted at least until a process's first step."""
 LOST_S = 20.0
 """A process that has not been heard of for so long is lost; less where `seconds` is less."""
 BEATS = 4
@@ -83,10 +86,15 @@ class Watchdog:
             self._progress = (self.pulse.count, self._clock())
         stalled = self._clock() - self._progress[1]
         # one neighbour each is enough: before every row of dead ones stands one that lives
-        found = self._lost(self._others[:1], self.lost_s)
-        if found is None and stalled >= self.seconds:
+        found = self._lost([*self._neighbour()], self.lost_s)
+        if found is None and stalled >= self.limit:
             found = self._behind()
         return None if found is None else self._conclude(found)
+
+    @property
+    def limit(self) -> float:
+        """Seconds without progress that are too many now."""
+        return self.seconds if self.pulse.step else max(self.seconds, START_S)
 
     def explain(self) -> str | None:
         """After a collective has failed here: why, or None if this process failed first."""
@@ -105,12 +113,12 @@ class Watchdog:
         kind = type(error).__name__
         return self._conclude(f"rank {self.rank} failed in {self.pulse}: {kind}: {error}")
 
-    def tell(self) -> None:
-        """Say that this process is alive, and where it is."""
+    def tell(self, *, left: bool = False) -> None:
+        """Say that this process is alive, and where it is, or that it has left in good order."""
         self._beats += 1
         at, waits = self._locate()
         place = {"beat": self._beats, "step": self.pulse.step, "phase": self.pulse.phase}
-        place |= {"count": self.pulse.count, "at": at, "waits": waits}
+        place |= {"count": self.pulse.count, "at": at, "waits": waits, "left": left}
         self.store.set(f"pulse/{self.rank}", json.dumps(place))
 
     def _conclude(self, reason: str) -> str:
@@ -121,6 +129,14 @@ class Watchdog:
         key = f"pulse/{rank}"
         return json.loads(self.store.get(key)) if self.store.check([key]) else None
 
+    def _neighbour(self) -> Iterator[int]:
+        """The next process that has not left, if there is one."""
+        for rank in self._others:
+            place = self._ask(rank)
+            if place is None or not place["left"]:
+                yield rank
+                return
+
     def _lost(self, ranks: list[int], patience: float) -> str | None:
         now = self._clock()
         for rank in ranks:
@@ -129,7 +145,7 @@ class Watchdog:
             if rank not in self._heard or self._heard[rank][0] != beat:
                 self._heard[rank] = (beat, now)
             silent = now - self._heard[rank][1]
-            if place is not None and silent >= patience:
+            if place is not None and not place["left"] and silent >= patience:
                 return (
                     f"rank {rank} died or is frozen: it has not been heard of for {silent:.0f} s, "
                     f"and was last in {_where(place)}"
@@ -137,16 +153,24 @@ class Watchdog:
         return None
 
     def _behind(self) -> str:
-        places = {r: place for r in range(self.size) if (place := self._ask(r)) is not None}
-        least = min(place["count"] for place in places.values())
-        behind = [r for r, place in places.items() if place["count"] == least]
-        # in one phase some wait in a collective for one that has not come so far
-        behind = [r for r in behind if not places[r]["waits"]] or behind
-        told = "; ".join(f"rank {r} hangs in {_where(places[r])}" for r in behind[:4])
+        asked = {r: self._ask(r) for r in range(self.size)}
+        places = {r: place for r, place in asked.items() if place and not place["left"]}
+        behind = [r for r, place in asked.items() if place is None]
+        if not behind:
+            least = min(place["count"] for place in places.values())
+            behind = [r for r, place in places.items() if place["count"] == least]
+            # in one phase some wait in a collective for one that has not come so far
+            behind = [r for r in behind if not places[r]["waits"]] or behind
+        told = "; ".join(f"rank {r} {_hangs(asked[r])}" for r in behind[:4])
         more = f" and {len(behind) - 4} more" if len(behind) > 4 else ""
         waiting = next((r for r in places if r not in behind), None)
         others = "" if waiting is None else f"; rank {waiting} waits in {_where(places[waiting])}"
-        return f"no progress for {self.seconds:.0f} s (run.hang_seconds): {told}{more}{others}"
+        setting = "" if self.limit > self.seconds else " (run.hang_seconds)"
+        return f"no progress for {self.limit:.0f} s{setting}: {told}{more}{others}"
+
+
+def _hangs(place: dict[str, Any] | None) -> str:
+    return "has not begun" if place is None else f"hangs in {_where(place)}"
 
 
 def _where(place: dict[str, Any]) -> str:
@@ -186,7 +210,9 @@ class watched:  # noqa: N801  (used as a function)
         self.pulse.listener = None
         self._done.set()
         self._thread.join()
-        if error is None:
+        if error is None or world.RAISED_EVERYWHERE in getattr(error, "__notes__", ()):
+            with suppress(*_STORE_GONE):  # its keeper may have left before
+                self._dog.tell(left=True)
             return
         reason = None
         try:

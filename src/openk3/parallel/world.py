@@ -10,17 +10,20 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from openk3.errors import BackendError, ConfigError
+from openk3.errors import BackendError, ConfigError, OpenK3Error
 
+T = TypeVar("T")
 CPU = torch.device("cpu")
 BUCKET_BYTES = 32 << 20
 """Gradients travel in flat buffers of about this size."""
+
+RAISED_EVERYWHERE = "rank 0 raised this for all processes"
 
 
 class Pulse:
@@ -89,6 +92,25 @@ class World:
         box = [value]
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
+
+    def on_main(self, work: Callable[[], T]) -> T:
+        """What `work` returns on rank 0, a small picklable object, on every process.
+
+        Raises everywhere the error that it raises there, if it is one of this project.
+        """
+        if self.size == 1:
+            return work()
+        outcome: tuple[Any, OpenK3Error | None] = (None, None)
+        if self.is_main:
+            try:
+                outcome = (work(), None)
+            except OpenK3Error as error:
+                outcome = (None, error)
+        value, refusal = self.share(outcome)
+        if refusal is not None:
+            refusal.add_note(RAISED_EVERYWHERE)
+            raise refusal
+        return value
 
     def barrier(self) -> None:
         """Wait until every process is here."""

@@ -11,7 +11,7 @@ precision is small and whole everywhere; its gradients are summed once a step.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -101,13 +101,17 @@ class Sharded:
         return None if grad is None else _local(grad)
 
     @torch.no_grad()
-    def init(self, std: float, seed: int) -> None:
-        """The values that `init_weights` gives a whole model of this seed, one tensor at a time."""
+    def init(self, std: float, seed: int, progress: Callable[[], None] = lambda: None) -> None:
+        """The values that `init_weights` gives a whole model of this seed, one tensor at a time.
+
+        progress: called after each.
+        """
         rng = torch.Generator().manual_seed(seed)
         for name, piece in self.pieces.items():
             whole = torch.empty(piece.shape)
             fill(name, whole, std, rng)
             self.local(name).copy_(whole[slice(*piece.rows)])
+            progress()
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:

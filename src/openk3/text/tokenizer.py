@@ -91,6 +91,12 @@ class Tokenizer:
         """The bytes of one token. Raises InputError for an id outside the vocabulary."""
         return lookup_bytes(self._token_bytes, token_id)
 
+    def first_difference(self, other: Tokenizer) -> int | None:
+        """The first id that is other bytes in `other`; ids that only one has do not count."""
+        pairs = zip(self._token_bytes, other._token_bytes, strict=False)
+        odd = (i for i, (a, b) in enumerate(pairs) if a != b and a is not None and b is not None)
+        return next(odd, None)
+
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """Ids of `text`.
 

@@ -22,7 +22,6 @@ from openk3.config.recipe import Recipe
 from openk3.data.loader import Batch, Loader
 from openk3.errors import DivergedError
 from openk3.optim.schedule import cosine
-from openk3.parallel.watchdog import watched
 from openk3.train.evaluate import Evaluation, evaluate
 from openk3.train.interrupt import StopWish
 from openk3.train.journal import Journal
@@ -75,13 +74,8 @@ class Trainer:
     def fit(self) -> bool:
         """Train to the last step, or until asked to stop; True when the last step is done.
 
-        Raises DivergedError after too many bad steps in a row, StorageError when the disk is full,
-        LostProcessError when another process is gone.
+        Raises DivergedError after too many bad steps in a row, StorageError when the disk is full.
         """
-        with watched(self.world, self.recipe.run.hang_seconds):
-            return self._fit()
-
-    def _fit(self) -> bool:
         self.prepare()
         while not self.finished:
             if self._asked_to_stop():

@@ -1,17 +1,19 @@
 """From a recipe to a Trainer that is ready to fit: checks first, then data, weights, resume."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from openk3._io import atomic_file, derive_seed, require_disk
-from openk3.checkpoint.training import CheckpointFolder, read, read_state, require_same
+from openk3.checkpoint.training import CheckpointFolder, require_same
+from openk3.config.check import differences
 from openk3.config.dump import to_dict
 from openk3.config.load import from_dict
-from openk3.config.recipe import Recipe
+from openk3.config.recipe import Recipe, flatten
 from openk3.config.sizes import training_flops_per_token
 from openk3.data.dataset import Dataset
 from openk3.data.loader import Loader
@@ -23,10 +25,12 @@ from openk3.obs.run import RunFolder, is_run, read_config
 from openk3.optim.groups import assign_all
 from openk3.optim.optimizer import Optimizer
 from openk3.parallel.layout import resolve
+from openk3.parallel.watchdog import watched
 from openk3.parallel.world import World, pick_dtype
 from openk3.text.image import CONFIG_NAME as IMAGE_CONFIG
 from openk3.text.tokenizer import Tokenizer
 from openk3.text.tokenizer import load as load_tokenizer
+from openk3.train.begin import go_on, start_from, wait_for_folder
 from openk3.train.guard import Guard
 from openk3.train.journal import Journal
 from openk3.train.loop import Sampler, Trainer
@@ -157,45 +161,53 @@ def training(
 ) -> Iterator[Trainer]:
     """A Trainer in the run folder `folder`, at its newest whole checkpoint when `resume` is given.
 
-    Every process must call this; the first one reads and writes the files. Raises StorageError when
-    the folder holds anything and `resume` is not given, CheckpointError when the run in it was made
-    with other settings; then nothing there has changed.
+    Every process must call this; the first one decides, reads and writes for all. Raises
+    StorageError when the folder holds anything and `resume` is not given, CheckpointError when the
+    run in it was made with other settings; then nothing there has changed. Raises LostProcessError,
+    here and where the Trainer is used, when another process is gone.
     """
     folder = Path(folder)
     checkpoints = CheckpointFolder(folder / "checkpoints", keep=recipe.run.keep_checkpoints)
+    with watched(world, recipe.run.hang_seconds), ExitStack() as at_end:
+        world.pulse.at("opening the data")
+        data = open_data(recipe)
+        recipe = with_special_ids(recipe, data.datasets[0])
+        require_alike(recipe, data, world)
+        resume = world.on_main(lambda: check_folder(recipe, folder, resume))
+        world.pulse.at("building the model")
+        trainer = build_trainer(recipe, data, world, loss=loss)
+        resumed = resume and go_on(trainer, checkpoints, sharded=is_sharded(recipe, world))
+        if recipe.train.start_from and not resumed:
+            start_from(trainer, data.datasets[0], sharded=is_sharded(recipe, world))
+        world.pulse.at("opening the run folder")
+        if is_sharded(recipe, world):
+            _share_in(trainer, data, checkpoints)
+
+        def open_folder() -> str:
+            require_disk(folder, disk_bytes(trainer), "this run with its checkpoints")
+            run = at_end.enter_context(_open_folder(trainer, folder, resume))
+            _begin_writing(trainer, data, checkpoints, run)
+            return run.id
+
+        run_id = world.on_main(open_folder)
+        if trainer.sharded is not None:
+            wait_for_folder(folder, run_id)
+        yield trainer
+
+
+def require_alike(recipe: Recipe, data: Data, world: World) -> None:
+    """Raises ConfigError on a process that was started otherwise than the first one."""
+    cut = {"parallel": asdict(recipe.parallel), "train": asdict(recipe.train)}
+    mine = flatten(cut) | deciding(recipe, data)
+    if odd := differences(world.share(mine), mine):
+        raise ConfigError(f"rank {world.rank} was started otherwise than rank 0: {odd}")
+
+
+def check_folder(recipe: Recipe, folder: Path, resume: bool) -> bool:
+    """Whether to go on with the run in a folder. Refuses a folder that this run must not write to,
+    and trackers that are not installed, before any work is done."""
+    sinks.require(recipe.run.trackers)
     resume = resume and is_run(folder)
-    data = open_data(recipe)
-    recipe = with_special_ids(recipe, data.datasets[0])
-    if world.is_main:
-        check_folder(recipe, folder, resume)
-        sinks.require(recipe.run.trackers)
-    trainer = build_trainer(recipe, data, world, loss=loss)
-    resumed = resume and _continue(trainer, checkpoints)
-    if recipe.train.start_from and not resumed:
-        _start(trainer)
-    if is_sharded(recipe, world):
-        _share_in(trainer, data, checkpoints)
-    if not world.is_main:
-        yield trainer
-        return
-    require_disk(folder, disk_bytes(trainer), "this run with its checkpoints")
-    with _open_folder(trainer, folder, resume) as run:
-        run.add_sinks(sinks.make(recipe.run.trackers, folder, run.id, run.config))
-        log.setup(run.log_path)
-        for sentence in checkpoints.passed_over:
-            log.get("train").warning("passed over a checkpoint: %s", sentence)
-        checkpoints.sweep()
-        trainer.journal.run = run
-        tokenizer = _keep_companions(data.datasets, folder)
-        if trainer.sharded is None:
-            trainer.checkpoints = checkpoints
-            if tokenizer:
-                trainer.sampler = make_sampler(recipe, trainer.model, tokenizer)
-        yield trainer
-
-
-def check_folder(recipe: Recipe, folder: Path, resume: bool) -> None:
-    """Refuse a folder that this run must not write to, before any work is done."""
     if resume:
         there = from_dict(Recipe, read_config(folder)["config"], str(folder / "config.json"))
         require_same(folder, there.deciding(), recipe.deciding())
@@ -204,42 +216,7 @@ def check_folder(recipe: Recipe, folder: Path, resume: bool) -> None:
             f"{folder} already holds a run: pass --resume auto to go on with it, or choose another "
             "folder with --run.folder"
         )
-
-
-def _start(trainer: Trainer) -> None:
-    """Give every process its part of the weights that the run starts from."""
-    from openk3.checkpoint.sharded import Box
-    from openk3.checkpoint.start import fill_weights
-
-    recipe, masters = trainer.recipe, trainer.stepper.masters
-    if is_sharded(recipe, trainer.world):
-        boxes = masters.boxes(trainer.stepper.optimizer)["model"]
-    else:
-        boxes = {name: Box.whole(tensor) for name, tensor in masters.state().items()}
-    fill_weights(recipe.train.start_from, recipe.model, boxes)
-    masters.publish()
-
-
-def _continue(trainer: Trainer, checkpoints: CheckpointFolder) -> bool:
-    """Bring every process to the newest whole checkpoint; False: there is none, it starts over."""
-    world, stepper, path = trainer.world, trainer.stepper, None
-    if world.is_main and (path := checkpoints.latest()):
-        require_same(path, read_state(path)["deciding"], trainer.deciding)
-    path = world.share(path)
-    if path is None:
-        return False
-    if is_sharded(trainer.recipe, world):
-        from openk3.checkpoint.sharded import fill
-
-        fill(path, stepper.masters.boxes(stepper.optimizer))
-    else:
-        if world.is_main:
-            trainer.restore_tensors(read(path))
-        state = [*stepper.masters.state().values(), *stepper.optimizer.state().values()]
-        world.copy_from_main(state)
-        stepper.masters.publish()
-    trainer.restore_loop(read_state(path)["loop"])
-    return True
+    return resume
 
 
 def _share_in(trainer: Trainer, data: Data, checkpoints: CheckpointFolder) -> None:
@@ -250,6 +227,23 @@ def _share_in(trainer: Trainer, data: Data, checkpoints: CheckpointFolder) -> No
     if path := data.datasets[0].tokenizer_path:
         tokenizer = load_tokenizer(path)
         trainer.sampler = make_sampler(trainer.recipe, trainer.model, tokenizer, in_step=True)
+
+
+def _begin_writing(
+    trainer: Trainer, data: Data, checkpoints: CheckpointFolder, run: RunFolder
+) -> None:
+    """Give the first process what only it writes."""
+    run.add_sinks(sinks.make(trainer.recipe.run.trackers, run.path, run.id, run.config))
+    log.setup(run.log_path)
+    for sentence in checkpoints.passed_over:
+        log.get("train").warning("passed over a checkpoint: %s", sentence)
+    checkpoints.sweep()
+    trainer.journal.run = run
+    tokenizer = _keep_companions(data.datasets, run.path)
+    if trainer.sharded is None:
+        trainer.checkpoints = checkpoints
+        if tokenizer:
+            trainer.sampler = make_sampler(trainer.recipe, trainer.model, tokenizer)
 
 
 def _open_folder(trainer: Trainer, folder: Path, resume: bool) -> RunFolder:

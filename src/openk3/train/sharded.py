@@ -126,7 +126,8 @@ def build_sharded(recipe: Recipe, world: World) -> tuple[ShardedMasters, Optimiz
     dtype = pick_dtype(recipe.train.compute_dtype, world.device)
     sharded = Sharded(model, mesh, recipe.parallel.zero, dtype, make_dispatcher(recipe, mesh))
     if not recipe.train.start_from:
-        sharded.init(recipe.model.initializer_range, recipe.train.seed)
+        progress = partial(world.pulse.at, "drawing initial values")
+        sharded.init(recipe.model.initializer_range, recipe.train.seed, progress)
     masters = ShardedMasters(sharded)
     make_muon = partial(ShardedMuon, pieces=sharded.pieces, group=mesh.state)
     return masters, Optimizer(masters.weights, assignments, recipe.optim, make_muon)

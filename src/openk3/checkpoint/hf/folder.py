@@ -108,7 +108,8 @@ def survey(path: str | Path) -> Survey:
     """
     path = Path(path)
     if not (path / "config.json").is_file():
-        raise CheckpointError(f"{path} is no model folder: it has no config.json")
+        why = "it has no config.json" if path.is_dir() else "it is no folder"
+        raise CheckpointError(f"{path} is no model folder: {why}")
     raw = read_json(path / "config.json", CheckpointError)
     foreign = foreign_config(raw)
     if foreign:
