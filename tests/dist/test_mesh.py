@@ -1,5 +1,7 @@
 """The groups of a layout hold whom the arithmetic says."""
 
+from datetime import timedelta
+
 import pytest
 import torch.distributed as dist
 
@@ -55,3 +57,16 @@ def fail(world):
 
 def rank_of(world):
     return world.rank
+
+
+def timeouts(world):
+    from openk3.parallel.mesh import Mesh
+
+    mesh = Mesh(Layout(shard=2, expert=2), world.device)
+    mesh.wait_up_to(timedelta(seconds=77))
+    groups = [mesh.state, mesh.expert, mesh.tokens, mesh.dense.get_group(), mesh.experts.get_group()]
+    return [g._get_backend(world.device).options._timeout.total_seconds() for g in groups]
+
+
+def test_every_group_waits_as_long_as_it_is_told():
+    assert crew(2).run(timeouts) == [[77.0] * 5] * 2

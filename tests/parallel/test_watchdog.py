@@ -3,8 +3,8 @@
 import pytest
 import torch.distributed as dist
 
-from openk3.parallel.watchdog import START_S, Watchdog
-from openk3.parallel.world import Pulse
+from openk3.parallel.watchdog import Watchdog
+from openk3.parallel.world import START_S, Pulse
 
 
 class Run:

@@ -77,7 +77,11 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False) -> "Trainer":
     from openk3.train.interrupt import stop_on_signals
     from openk3.train.setup import training
 
-    with join(recipe.run.device) as world, stop_on_signals() as stop, ExitStack() as at_end:
+    with (
+        join(recipe.run.device, recipe.run.hang_seconds) as world,
+        stop_on_signals() as stop,
+        ExitStack() as at_end,
+    ):
         log.setup(rank=world.rank)
         with training(recipe, folder, world, resume=resume) as trainer:
             if world.is_main:

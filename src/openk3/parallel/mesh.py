@@ -3,9 +3,12 @@
 Every process must build the mesh, at the same point of the program.
 """
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from openk3.parallel.layout import Layout
 
@@ -15,6 +18,7 @@ class Mesh:
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.layout, self.device = layout, device
+        self._meshes: list[DeviceMesh] = []
         n = layout
         self.axes = self._mesh(
             pipeline=n.pipeline, replicate=n.replicate, shard=n.shard, context=n.context,
@@ -43,6 +47,12 @@ class Mesh:
         self.place: int = dist.get_rank(self.state)
         """This process's place in its state group."""
 
+    def wait_up_to(self, patience: timedelta) -> None:
+        """Let the collectives of every group wait so long; torch grants 10 minutes on GPUs."""
+        for mesh in self._meshes:
+            for group in mesh.get_all_groups():
+                _set_pg_timeout(patience, group)
+
     @property
     def data_rank(self) -> int:
         """Which of `layout.data` shares of the rows this process takes."""
@@ -51,4 +61,7 @@ class Mesh:
         return at[1] * self.layout.shard + at[2]
 
     def _mesh(self, **axes: int) -> DeviceMesh:
-        return init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        sizes = tuple(axes.values())
+        mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=tuple(axes))
+        self._meshes.append(mesh)
+        return mesh

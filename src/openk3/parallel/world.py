@@ -10,19 +10,22 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from openk3.errors import BackendError, ConfigError, OpenK3Error
+from openk3.errors import BackendError, ConfigError, LostProcessError, OpenK3Error
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
 BUCKET_BYTES = 32 << 20
 """Gradients travel in flat buffers of about this size."""
 
+START_S = 120.0
+"""Time that starting is granted at least, without any progress."""
 RAISED_EVERYWHERE = "rank 0 raised this for all processes"
 
 
@@ -52,6 +55,8 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = CPU
+    patience: timedelta = timedelta(minutes=30)
+    """Time that a collective waits for the others, where no watchdog ends it before."""
     pulse: Pulse = field(default_factory=Pulse, compare=False)
 
     @property
@@ -128,11 +133,12 @@ def sum_all(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -
 
 
 @contextmanager
-def join(device: str = "auto") -> Iterator[World]:
+def join(device: str = "auto", seconds: float = START_S) -> Iterator[World]:
     """The world of this process, from torchrun's environment or alone.
 
-    device: cpu, cuda, cuda:N or auto (a GPU when torch sees one). Raises BackendError when a GPU
-    is asked for and there is none, ConfigError for a name torch does not know.
+    device: cpu, cuda, cuda:N or auto (a GPU when torch sees one). seconds: to wait for the other
+    processes, START_S at least. Raises BackendError when a GPU is asked for and there is none,
+    ConfigError for a name torch does not know, LostProcessError naming who has not come.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     chosen = pick_device(device, int(os.environ.get("LOCAL_RANK", "0")))
@@ -145,11 +151,33 @@ def join(device: str = "auto") -> Iterator[World]:
     store, _, _ = next(dist.rendezvous("env://", rank, size))
     # torchrun keeps its store over restarts, and with it the addresses of processes that are gone
     attempt = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    dist.init_process_group(backend, store=attempt, rank=rank, world_size=size)
+    _meet(attempt, rank, size, max(seconds, START_S))
+    # the watchdog is to speak first, because it knows why
+    patience = timedelta(seconds=max(seconds, START_S) + 60)
     try:
-        yield World(rank, size, chosen)
+        dist.init_process_group(
+            backend, timeout=patience, store=attempt, rank=rank, world_size=size
+        )
+    except RuntimeError as error:
+        raise LostProcessError(f"the {size} processes could not be connected: {error}") from error
+    try:
+        yield World(rank, size, chosen, patience)
     finally:
         dist.destroy_process_group()
+
+
+def _meet(store: dist.Store, rank: int, size: int, seconds: float) -> None:
+    """Return when all processes are here. Raises LostProcessError naming who is not."""
+    keys = [f"here/{r}" for r in range(size)]
+    store.set(keys[rank], "")
+    try:
+        store.wait(keys, timedelta(seconds=seconds))
+    except RuntimeError as error:
+        absent = [r for r, key in enumerate(keys) if not store.check([key])]
+        named = ", ".join(map(str, absent[:4])) + (", ..." if len(absent) > 4 else "")
+        raise LostProcessError(
+            f"{len(absent)} of {size} processes have not come within {seconds:.0f} s: rank {named}"
+        ) from error
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:

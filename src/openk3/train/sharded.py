@@ -123,6 +123,7 @@ def build_sharded(recipe: Recipe, world: World) -> tuple[ShardedMasters, Optimiz
         model = K3(recipe.model, seed=None)
     assignments = assign_all(model.named_parameters(), recipe.model)
     mesh = Mesh(layout, world.device)
+    mesh.wait_up_to(world.patience)
     dtype = pick_dtype(recipe.train.compute_dtype, world.device)
     sharded = Sharded(model, mesh, recipe.parallel.zero, dtype, make_dispatcher(recipe, mesh))
     if not recipe.train.start_from:
