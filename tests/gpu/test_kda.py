@@ -284,3 +284,47 @@ def test_decode_and_replay_are_the_reference(width):
         assert relative_error(*outs) < 3e-3
         assert relative_error(pools[0]["state"], pools[1]["state"]) < 1e-4
         assert torch.equal(pools[0]["conv_state"], pools[1]["conv_state"])
+
+
+@pytest.mark.parametrize("apart", [0, 128, 4])
+def test_decode_of_many_states(apart):
+    """Slots in any order, some of them padding, some apart; the others are not touched."""
+    rows, heads, width, slots = 13, 96, 128, 15
+    rng = torch.Generator("cuda").manual_seed(2)
+
+    def normal(*shape, dtype=torch.bfloat16):
+        return torch.randn(*shape, generator=rng, device="cuda").to(dtype)
+
+    f32 = torch.float32
+    weights = {
+        "conv_weight": normal(3, 4, heads, width, dtype=f32),
+        "A_log": normal(heads, dtype=f32) * 0.5,
+        "dt_bias": normal(heads * width, dtype=f32) * 0.5,
+        "norm_weight": normal(width, dtype=f32),
+        "lower_bound": -5.0,
+        "slots": torch.tensor([5, -1, 0, 2, 14, 13, 12, 9, -1, 7, 6, 1, -1], device="cuda"),
+    }
+    state = normal(slots, heads * width * width + apart, dtype=f32)
+    conv_state = normal(slots, 3, 4, heads, width)
+    shape = (heads, width, width)
+    pools = []
+    for _ in range(2):
+        flat = state.clone()
+        pool = flat[:, : heads * width * width].unflatten(1, shape)
+        pools.append({"conv_state": conv_state.clone(), "state": pool, "all": flat})
+    for _ in range(3):
+        x = [normal(rows, 1, heads, width) for _ in range(5)]
+        inputs = [*x[:4], normal(rows, 1, heads), x[4]]
+        outs = []
+        for backend, pool in zip(("triton", "reference"), pools, strict=True):
+            memory = {name: pool[name] for name in ("conv_state", "state")}
+            poison("cuda")
+            outs.append(kda_decode(*inputs, **memory, **weights, backend=backend))
+        assert relative_error(*outs) < 3e-3
+        assert outs[0][1].abs().max() == 0  # padding
+        assert relative_error(pools[0]["state"], pools[1]["state"]) < 1e-4
+        assert torch.equal(pools[0]["conv_state"], pools[1]["conv_state"])
+    used = heads * width * width
+    assert torch.equal(pools[0]["all"][:, used:], state[:, used:])
+    for slot in (3, 4, 8, 10, 11):
+        assert torch.equal(pools[0]["all"][slot], state[slot])

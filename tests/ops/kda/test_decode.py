@@ -206,13 +206,28 @@ def test_windows_may_live_elsewhere_than_the_states(backend):
     assert torch.equal(outs[1], outs[3])
 
 
-def test_raw_weights_are_packed():
-    layer = Layer(2)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_raw_weights_are_read_where_they_lie(backend, tokens):
+    layer = Layer(tokens)
+    raw = layer.conv
+    apart = [torch.stack([w, w], -1)[..., 0] for w in raw]
+    turned = [raw[0], raw[1].mT.contiguous().mT, raw[2]]
     outs = []
-    for weight in (pack_taps(layer.conv, HEADS), layer.conv):
+    for weight in (pack_taps(raw, HEADS), raw, apart, turned, [raw[0].double(), *raw[1:]]):
         options = {**layer.pool(), "slots": torch.tensor([3, 1]), **layer.weights}
-        outs.append(kda_decode(*layer.x, **options | {"conv_weight": weight}))
-    assert torch.equal(*outs)
+        options |= {"conv_weight": weight, "backend": backend}
+        outs.append(kda_decode(*layer.x, **options))
+    assert [torch.equal(o, outs[0]) for o in outs] == [True] * len(outs)
+
+
+def test_wrong_raw_weights_are_refused():
+    layer = Layer(2)
+    options = {**layer.pool(), "slots": torch.tensor([3, 1]), **layer.weights}
+    for wrong in (torch.zeros(8, 4), torch.zeros(8, 2, 4), torch.zeros(HEADS * 7, 1, 4)):
+        with pytest.raises(InputError, match="conv_weight"):
+            kda_decode(*layer.x, **options | {"conv_weight": [wrong, *layer.conv[1:]]})
+    with pytest.raises(InputError, match="three"):
+        kda_decode(*layer.x, **options | {"conv_weight": layer.conv[:2]})
 
 
 def test_more_tokens_than_a_tile_are_left_to_the_reference():

@@ -45,8 +45,8 @@ class Step(NamedTuple):
     """q, k, v, g [B,T,H,D] and beta [B,T,H]"""
     gate: Tensor
     """[B,T,H,D] output gate logits"""
-    taps: Tensor
-    """[3, W, H, D] float32, of the convolutions of q, k and v"""
+    taps: tuple[Tensor, ...]
+    """[W, H, D] each, of the convolutions of q, k and v; views of however they are stored"""
     conv_state: Tensor
     """[S, 3, W, H, D]"""
     state: Tensor
@@ -97,9 +97,18 @@ BACKENDS = triton_or_reference("kda_decode", _triton_usable, _triton, _reference
 
 
 def pack_taps(conv_weights: Sequence[Tensor], heads: int) -> Tensor:
-    """Weights [H * D, 1, W] of q, k and v -> [3, W, H, D] float32, as the kernels read them."""
-    flat = torch.stack([w.reshape(w.shape[0], -1) for w in conv_weights]).float()
-    return flat.mT.unflatten(-1, (heads, -1)).contiguous()
+    """Weights [H * D, 1, W] of q, k and v -> [3, W, H, D] float32, which kernels read fastest."""
+    return torch.stack(_by_tap(conv_weights, heads)).float().contiguous()
+
+
+def _by_tap(conv_weights: Sequence[Tensor], heads: int) -> tuple[Tensor, ...]:
+    """Weights [H * D, 1, W] each -> views [W, H, D]."""
+    if len(conv_weights) != 3:
+        raise InputError(f"conv_weight must be three weights, not {len(conv_weights)}")
+    for w in conv_weights:
+        if w.ndim != 3 or w.shape[1] != 1 or w.shape[0] % heads:
+            raise InputError(f"a conv_weight must be [H * D, 1, {TAPS}], not {list(w.shape)}")
+    return tuple(w[:, 0].unflatten(0, (heads, -1)).permute(2, 0, 1) for w in conv_weights)
 
 
 def kda_decode(
@@ -129,7 +138,7 @@ def kda_decode(
     """T new tokens of B sequences: projections in, gated and normed heads out. No gradients.
 
     q, k, v, g, gate [B,T,H,D] and beta [B,T,H]: projections of the new tokens, raw. conv_weight:
-    [3,W,H,D] from `pack_taps`, or three [H * D, 1, W] to pack at each call. conv_state [S,3,W,H,D]:
+    [3,W,H,D] from `pack_taps`, or three [H * D, 1, W], read where they lie. conv_state [S,3,W,H,D]:
     the last W inputs of the three convolutions. state [S,H,K,V] float32. slots [B]: where each
     row's states live, -1 for padding (its output is zero); no slot twice. Slots may lie apart, each
     is contiguous. A_log [H], dt_bias [H * D], norm_weight [D]; scale None is D ** -0.5.
@@ -147,7 +156,7 @@ def kda_decode(
     step = Step(
         (q, k, v, g, beta),
         gate,
-        conv_weight if packed else pack_taps(conv_weight, heads),
+        conv_weight.unbind(0) if packed else _by_tap(conv_weight, heads),
         conv_state,
         state,
         slots.int(),
@@ -176,7 +185,7 @@ def _check(step: Step) -> None:
         "g": (step.inputs[3], (batch, tokens, heads, width)),
         "beta": (step.inputs[4], (batch, tokens, heads)),
         "gate": (step.gate, (batch, tokens, heads, width)),
-        "conv_weight": (step.taps, (3, TAPS, heads, width)),
+        **{f"conv_weight[{i}]": (w, (TAPS, heads, width)) for i, w in enumerate(step.taps)},
         "conv_state": (step.conv_state, (num, 3, TAPS, heads, width)),
         "state": (step.state, (num, heads, width, width)),
         "slots": (step.slots, (batch,)),

@@ -71,7 +71,7 @@ def _run(
     *qkv, g, beta = inputs
     history = torch.cat([tails, torch.stack(qkv, 1)], 2)
     tokens = g.shape[1]
-    taps = step.taps.float()[:, :, None]
+    taps = torch.stack(step.taps).float()[:, :, None]
     y = history[:, :, 1 : 1 + tokens].float() * taps[:, 0]
     for j in range(1, TAPS):
         y = torch.addcmul(y, history[:, :, 1 + j : 1 + j + tokens].float(), taps[:, j])

@@ -75,6 +75,16 @@ def _grid(step: Step) -> tuple[int]:
     return (batch * heads,)
 
 
+def _taps(taps: Sequence[Tensor]) -> dict[str, Any]:
+    """The convolutions' weights [W, H, D], with their strides from tap to tap and by channel."""
+    first = taps[0]
+    regular = first.stride(1) == first.shape[2] * first.stride(2)
+    if not regular or any(w.stride() != first.stride() or w.dtype != first.dtype for w in taps):
+        taps = [w.float().contiguous() for w in taps]
+    named = dict(zip(("taps_q", "taps_k", "taps_v"), taps, strict=True))
+    return named | {"tap_step": taps[0].stride(0), "channel_step": taps[0].stride(2)}
+
+
 def _common(step: Step, inputs: Sequence[Tensor]) -> dict[str, Any]:
     """What both kernels take. An output gate shorter than the inputs is one nobody asks for."""
     q, k, v, g, beta = (x.contiguous() for x in inputs)
@@ -86,7 +96,7 @@ def _common(step: Step, inputs: Sequence[Tensor]) -> dict[str, Any]:
         "g": g,
         "beta": beta,
         "gate": gate,
-        "taps": step.taps.float().contiguous(),
+        **_taps(step.taps),
         "conv_state": step.conv_state,
         "state": step.state,
         "slots": step.slots,

@@ -29,16 +29,32 @@ def _inputs(new, old, state, p, count, stop, step, d):
     source = new + (p - count) * step
     if old is not None:
         source = tl.where(p < count, old + p * step, source)
-    return tl.load(tl.where(p < 0, state + (4 + p) * step, source) + d).to(tl.float32)
+    return tl.load(tl.where(p < 0, state + (4 + p) * step, source) + d)
 
 
 @triton.jit
-def _convolve(new, old, state, w, p, count, stop, step, d, DTYPE: tl.constexpr):
-    """SiLU of four taps at positions p [C], rounded, [C, D]."""
-    y = tl.load(w + d) * _inputs(new, old, state, p - 3, count, stop, step, d)
-    y += tl.load(w + step + d) * _inputs(new, old, state, p - 2, count, stop, step, d)
-    y += tl.load(w + 2 * step + d) * _inputs(new, old, state, p - 1, count, stop, step, d)
-    y += tl.load(w + 3 * step + d) * _inputs(new, old, state, p, count, stop, step, d)
+def _taps(new, old, state, w, tap_step, p, count, stop, step, d):
+    """Inputs at positions p [C] of a convolution, and its weights from those of the first tap, w.
+
+    Apart from `_mix`, so that all convolutions' loads are on their way before one is waited for.
+    """
+    return (
+        _inputs(new, old, state, p - 3, count, stop, step, d),
+        _inputs(new, old, state, p - 2, count, stop, step, d),
+        _inputs(new, old, state, p - 1, count, stop, step, d),
+        _inputs(new, old, state, p, count, stop, step, d),
+        tl.load(w).to(tl.float32),
+        tl.load(w + tap_step).to(tl.float32),
+        tl.load(w + 2 * tap_step).to(tl.float32),
+        tl.load(w + 3 * tap_step).to(tl.float32),
+    )
+
+
+@triton.jit
+def _mix(x, DTYPE: tl.constexpr):
+    """SiLU of four taps [C, D], rounded."""
+    y = x[4] * x[0].to(tl.float32) + x[5] * x[1].to(tl.float32)
+    y += x[6] * x[2].to(tl.float32) + x[7] * x[3].to(tl.float32)
     return (y * sigmoid(y)).to(DTYPE).to(tl.float32)
 
 
@@ -50,7 +66,9 @@ def window_kernel(
     g,
     beta,
     gate,
-    taps,  # [3, 4, H, D] float32
+    taps_q,  # [4, H, D], as taps_k and taps_v
+    taps_k,
+    taps_v,
     conv_state,  # [S, 3, 4, H, D], conv_stride numbers from slot to slot
     state,  # [S, H, K, V] float32, state_stride from slot to slot
     slots,  # [B] int32
@@ -68,6 +86,8 @@ def window_kernel(
     o,  # [B, T, H, D]
     tokens,
     H,
+    tap_step,
+    channel_step,
     P,
     conv_stride,
     state_stride,
@@ -95,6 +115,19 @@ def window_kernel(
     step = H * D
     own = (row * tokens * H + h) * D
     o += own
+    # loads leave as early as they can, together: what a program does is mostly to wait for them
+    count = 0
+    kept = tokens  # the state advances by so many tokens
+    if (old_q is not None) or (advance is not None):
+        kept = 0
+    if old_q is not None:
+        window = tl.load(windows + row).to(tl.int64)
+    if accepted is not None:
+        count = tl.load(accepted + row)
+        kept = count
+    if advance is not None:
+        kept += tl.load(advance + row)
+    rate = exp2(tl.load(A_log + h) * LOG2E)
     if slot < 0:
         tl.store(o + t * step + d, tl.zeros([C, D], o.dtype.element_ty), t < tokens)
         return
@@ -110,40 +143,30 @@ def window_kernel(
     state_q = conv_state + slot * conv_stride + h * D
     state_k = state_q + 4 * step
     state_v = state_q + 8 * step
-    taps += h * D
-    count = 0
-    kept = tokens  # the state advances by so many tokens
-    if (old_q is not None) or (advance is not None):
-        kept = 0
+    taps_v += h * D * channel_step
+    channel = (h * D + d) * channel_step
     if old_q is not None:
-        window = tl.load(windows + row).to(tl.int64)
         old = (window * P * H + h) * D
         old_q += old
         old_k += old
         old_v += old
         old_g += old
         old_beta += window * P * H + h
-    if accepted is not None:
-        count = tl.load(accepted + row)
-        kept = count
-    if advance is not None:
-        kept += tl.load(advance + row)
     stop = count + tokens
     new = (t >= count) & (t < stop)
 
-    x = _convolve(q, old_q, state_q, taps, i, count, stop, step, d, DTYPE)
-    x *= (tl.rsqrt(tl.sum(x * x, 1) + L2_EPS) * scale)[:, None]
-    w = taps + step * 4
-    y = _convolve(k, old_k, state_k, w, i, count, stop, step, d, DTYPE)
-    y *= tl.where(i < stop, tl.rsqrt(tl.sum(y * y, 1) + L2_EPS), 0.0)[:, None]
-    w += step * 4
+    raw_q = _taps(q, old_q, state_q, taps_q + channel, tap_step, i, count, stop, step, d)
+    raw_k = _taps(k, old_k, state_k, taps_k + channel, tap_step, i, count, stop, step, d)
     z = tl.load(g + (t - count) * step + d, new, 0.0).to(tl.float32)
     b = tl.load(beta + (i - count) * H, (i >= count) & (i < stop), 0.0).to(tl.float32)
     if accepted is not None:
         z += tl.load(old_g + t * step + d, t < count, 0.0).to(tl.float32)
         b += tl.load(old_beta + i * H, i < count, 0.0).to(tl.float32)
+    x = _mix(raw_q, DTYPE)
+    x *= (tl.rsqrt(tl.sum(x * x, 1) + L2_EPS) * scale)[:, None]
+    y = _mix(raw_k, DTYPE)
+    y *= tl.where(i < stop, tl.rsqrt(tl.sum(y * y, 1) + L2_EPS), 0.0)[:, None]
     b = tl.where(i < stop, sigmoid(b), 0.0)
-    rate = exp2(tl.load(A_log + h) * LOG2E)
     decay = sigmoid(rate * (z + tl.load(dt_bias + h * D + d))) * (lower_bound * LOG2E)
     decay = tl.where(t < stop, decay, 0.0)
     G = tl.cumsum(decay, 0)
@@ -170,7 +193,9 @@ def window_kernel(
         S = tl.load(state + square)
         R, R_rest = halves(S)
         empty = tl.zeros([C, COLUMNS], tl.float32)
-        U = _convolve(v, old_v, state_v, w, i, count, stop, step, columns, DTYPE)
+        w = taps_v + columns * channel_step
+        U = _taps(v, old_v, state_v, w, tap_step, i, count, stop, step, columns)
+        U = _mix(U, DTYPE)
         U, U_rest = halves(U - dot_halves(y, y_rest, R, R_rest, empty))
         U, U_rest = halves(dot_halves(T, T_rest, U, U_rest, empty))
         part = dot_halves(x, x_rest, R, R_rest, empty)
@@ -182,13 +207,10 @@ def window_kernel(
 
     tl.debug_barrier()  # everyone has written their columns, and read what is overwritten below
     at = (t - count) * step + d
-    x = tl.load(o + at, new, 0.0).to(tl.float32)
-    x *= tl.rsqrt(tl.sum(x * x, 1)[:, None] / D + eps) * tl.load(norm_weight + d)
-    x *= sigmoid(tl.load(gate + at, new, 0.0).to(tl.float32))
-    tl.store(o + at, x.to(o.dtype.element_ty), new)
-
-    # the convolutions' new states, and the new window
-    last = kept - 4 + tl.arange(0, 4)
+    x = tl.load(o + at, new, 0.0)
+    z = tl.load(gate + at, new, 0.0)
+    norm = tl.load(norm_weight + d)
+    last = kept - 4 + tl.arange(0, 4)  # the convolutions' new states
     xq = _inputs(q, old_q, state_q, last, count, stop, step, d)
     xk = _inputs(k, old_k, state_k, last, count, stop, step, d)
     xv = _inputs(v, old_v, state_v, last, count, stop, step, d)
@@ -197,11 +219,21 @@ def window_kernel(
     tl.store(state_q + to, xq.to(DTYPE))
     tl.store(state_k + to, xk.to(DTYPE))
     tl.store(state_v + to, xv.to(DTYPE))
-    if old_q is not None:
-        at = t * step + d
+    if old_q is not None:  # the new window
+        to = t * step + d
         inside = t < tokens
-        tl.store(old_q + at, tl.load(q + at, inside), inside)
-        tl.store(old_k + at, tl.load(k + at, inside), inside)
-        tl.store(old_v + at, tl.load(v + at, inside), inside)
-        tl.store(old_g + at, tl.load(g + at, inside), inside)
-        tl.store(old_beta + i * H, tl.load(beta + i * H, i < tokens), i < tokens)
+        new_q = tl.load(q + to, inside)
+        new_k = tl.load(k + to, inside)
+        new_v = tl.load(v + to, inside)
+        new_g = tl.load(g + to, inside)
+        new_beta = tl.load(beta + i * H, i < tokens)
+        tl.store(old_q + to, new_q, inside)
+        tl.store(old_k + to, new_k, inside)
+        tl.store(old_v + to, new_v, inside)
+        tl.store(old_g + to, new_g, inside)
+        tl.store(old_beta + i * H, new_beta, i < tokens)
+
+    x = x.to(tl.float32)
+    x *= tl.rsqrt(tl.sum(x * x, 1)[:, None] / D + eps) * norm
+    x *= sigmoid(z.to(tl.float32))
+    tl.store(o + at, x.to(o.dtype.element_ty), new)
