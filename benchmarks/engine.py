@@ -13,6 +13,7 @@ runs the same code with a small model, also without a GPU.
 """
 
 import argparse
+import gc
 import itertools
 import os
 import random
@@ -176,6 +177,7 @@ class Bench:
         """Of `throughput`, for the sections behind it."""
 
     def engine(self, **options) -> Engine:
+        gc.collect()  # the one before, with its pool
         return Engine(self.model, EngineConfig(**{**self.options, **options}))
 
     def lengths(self, rng: random.Random) -> int:

@@ -86,6 +86,9 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--key-file", help="a file with one key a line, readable by you alone")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    parser.add_argument("--experts", choices=("auto", "packed", "dequant"), default="auto",
+                        help="MXFP4 experts: as they are stored, or as ordinary weights "
+                        "(auto: as stored on a GPU)")  # fmt: skip
     common.add_threads(parser)
     return parser
 
@@ -97,7 +100,9 @@ def open_state(options: Namespace, config: ServeConfig) -> "Serving":
     from openk3.engine.folder import open_folder
     from openk3.engine.service import AsyncEngine
 
-    opened = open_folder(options.model, device=options.device, dtype=options.dtype)
+    opened = open_folder(
+        options.model, device=options.device, dtype=options.dtype, experts=options.experts
+    )
     engine = Engine(opened.model, config.engine)
     engine.warm_up()
     state = Serving(

@@ -108,7 +108,7 @@ def build(
         ints(page, device),
         ints(offset, device),
         _device_rows(rows, device, bool(pending)) if decode else None,
-        _prefill_rows(prefill, len(rows.ids), device) if prefill else None,
+        _prefill_rows(prefill, len(rows.ids), memory.conv_shape[1], device) if prefill else None,
         pending,
     )
     return Batch(ints(ids, device)[None], sequence, ints(wanted(rows, decode, prefill), device))
@@ -140,7 +140,9 @@ def _device_rows(rows: HostRows, device: torch.device, windowed: bool) -> Decode
     return made
 
 
-def _prefill_rows(chunks: Sequence[Chunk], first: int, device: torch.device) -> PrefillRows:
+def _prefill_rows(
+    chunks: Sequence[Chunk], first: int, taps: int, device: torch.device
+) -> PrefillRows:
     lengths = [len(c.token_ids) for c in chunks]
     starts = [0, *itertools.accumulate(lengths)]
     parts = [
@@ -151,10 +153,18 @@ def _prefill_rows(chunks: Sequence[Chunk], first: int, device: torch.device) -> 
     rows = PrefillRows(parts, ints(starts, device, torch.int32), ints(states, device))
     inner = [(i, point) for i, c in enumerate(chunks) for point in inside(c)]
     if inner:
-        rows.inner = [(i, point.position - chunks[i].start) for i, point in inner]
-        rows.inner_flat = ints([starts[i] + count - 1 for i, count in rows.inner], device)
+        ends = [(i, point.position - chunks[i].start) for i, point in inner]
+        rows.inner_flat = ints([starts[i] + count - 1 for i, count in ends], device)
+        tails = [_tail(i, count, starts[i], len(chunks), taps) for i, count in ends]
+        rows.inner_tails = ints(tails, device)
         rows.inner_pages = ints(list(zip(*(p.pages for _, p in inner), strict=True)), device)
     return rows
+
+
+def _tail(chunk: int, count: int, begin: int, num_chunks: int, taps: int) -> list[int]:
+    """Where the last inputs before a position stand: see `PrefillRows.inner_tails`."""
+    inputs = range(count - taps, count)
+    return [num_chunks * taps + begin + i if i >= 0 else (chunk + 1) * taps + i for i in inputs]
 
 
 def wanted(rows: HostRows, decode: Sequence[Chunk], prefill: Sequence[Chunk]) -> list[int]:

@@ -18,8 +18,11 @@ from openk3.engine.landing import land
 from openk3.engine.plan import ChunkResult, Prompt, Results, Runner, StepPlan, num_host_pages
 from openk3.engine.scheduler import Row, Scheduler
 from openk3.engine.sequence import Sequence
-from openk3.engine.types import EngineConfig, Output, Request, Stats
+from openk3.engine.types import EngineConfig, Output, Request, SamplingParams, Stats
 from openk3.errors import ConfigError, ConflictError, InputError, LimitError
+
+WARM_UP_LENGTHS = ((1,), (16,), (33, 47), (64, 128, 80), (1024,), (1000, 300, 7))
+"""Prompts that come together: one and several, multiples of what kernels like, and others."""
 
 
 @dataclass
@@ -290,11 +293,20 @@ class Engine:
             )
 
     def warm_up(self) -> None:
-        """What would make first steps slow, in advance: a GPU's decoding steps are recorded."""
-        with self._lock:
-            self._between_steps("warm_up")
-            if hasattr(self.runner, "warm_up"):
-                self.runner.warm_up()  # type: ignore[attr-defined]
+        """What would make first steps slow, in advance: on a GPU decoding steps are recorded, and
+        kernels compiled for prompts of several lengths. ConflictError if a request is running."""
+        if self._known:
+            raise ConflictError("warm_up is called while requests run; call it before the first")
+        record = getattr(self.runner, "warm_up", None)
+        if record is not None and record():
+            for lengths in WARM_UP_LENGTHS:
+                for i, length in enumerate(min(n, self.max_context - 3) for n in lengths):
+                    params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+                    self.add(Request(f"warm-up {i}", (0,) * max(length, 1), params))
+                while self.busy:
+                    self.step()
+            self.reset()
+            self._counts.clear()
 
     def reset(self) -> None:
         """Forget every reusable prefix, in the pool and in host memory. Running requests go on."""

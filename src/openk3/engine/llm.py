@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from openk3.engine.chat import ChatReader, Prompt, Template, chat_prompt, text_prompt
 from openk3.engine.choice import Choice, Part
@@ -27,6 +27,9 @@ from openk3.errors import BackendError, InputError, LimitError
 from openk3.text.image import ImageProcessor
 from openk3.text.tokenizer import Tokenizer
 from openk3.text.xtml import Accumulator, Delta
+
+if TYPE_CHECKING:
+    from openk3.engine.folder import Form
 
 OnDelta = Callable[[int, Delta], object]
 
@@ -58,12 +61,13 @@ class LLM:
         *,
         device: str = "auto",
         dtype: str = "auto",
+        experts: "Form" = "auto",
     ) -> None:
         """Open a model folder; see `openk3.engine.folder.open_folder` for what it raises."""
         from openk3.engine.engine import Engine
         from openk3.engine.folder import open_folder
 
-        opened = open_folder(path, device=device, dtype=dtype)
+        opened = open_folder(path, device=device, dtype=dtype, experts=experts)
         self._set(Engine(opened.model, config), opened.tokenizer, opened.processor)
 
     @classmethod

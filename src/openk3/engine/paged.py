@@ -68,12 +68,13 @@ class PrefillRows:
     """[C + 1] int32, relative to the first prefill token"""
     states: Tensor
     """[KDA groups, C] int64, live state pages"""
-    inner: list[tuple[int, int]] = field(default_factory=list)
-    """(chunk, tokens into it) of the wanted states"""
     inner_flat: Tensor | None = None
     """[P] their last tokens, relative to the first prefill token"""
     inner_pages: Tensor | None = None
     """[KDA groups, P] int64, where they go"""
+    inner_tails: Tensor | None = None
+    """[P, W] int64, their last W inputs: rows of the chunks' old tails [C * W] and the tokens
+    behind them"""
 
 
 @dataclass
@@ -161,23 +162,13 @@ class PagedSequence:
         if rows.inner_pages is not None:
             S[rows.inner_pages[group]] = result[2].float()
             inner = [
-                self._inner_tails(y, tail) for y, tail in zip((x.q, x.k, x.v), old, strict=True)
+                torch.cat([tail.flatten(0, 1), y[0].to(tail.dtype)])[rows.inner_tails]
+                for y, tail in zip((x.q, x.k, x.v), old, strict=True)
             ]
             conv[rows.inner_pages[group]] = torch.stack(inner, 1).view(-1, *conv.shape[1:])
         S[live] = result[1]
         conv[live] = torch.stack(tails, 1).view(-1, *conv.shape[1:])
         return gated_head_norm(result[0], weights.norm, x.gate, weights.eps)
-
-    def _inner_tails(self, y: Tensor, tails: Tensor) -> Tensor:
-        """The W inputs before each wanted position, of y [1, N, D] behind tails [C, W, D]."""
-        rows = self.prefill
-        assert rows is not None
-        found = []
-        for chunk, count in rows.inner:
-            begin = rows.chunks[chunk].first - rows.chunks[0].first
-            seen = torch.cat([tails[chunk], y[0, begin : begin + count].to(tails.dtype)])
-            found.append(seen[-tails.shape[1] :])
-        return torch.stack(found)
 
     def attend(
         self,

@@ -68,12 +68,15 @@ class ModelRunner:
         return {layer: window() for layer in self.memory.kda_layers}
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Record the decoding steps of all batch sizes, so that none is when it is waited for."""
+    def warm_up(self) -> bool:
+        """Record the decoding steps of all batch sizes, so that none is when it is waited for.
+
+        Whether there are kernels that are compiled when they are first met."""
         if self._graphs is not None:
             with evaluation_mode(self.model):
                 for tokens in {1, self._window}:
                     self._graphs.record(self.config.max_running, tokens)
+        return self.device.type == "cuda"
 
     def forget(self, slot: int) -> None:
         self._accepted.pop(slot, None)

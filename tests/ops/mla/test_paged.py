@@ -11,12 +11,16 @@ from openk3.ops.mla.paged import attend_paged
 HEADS, NOPE, ROPE, VALUE, LATENT, PAGE, PAGES = 3, 8, 16, 12, 32, 8, 24
 
 
-@pytest.fixture(params=["reference", "triton"])
+@pytest.fixture(params=["reference", "triton", "triton, as split as on a large GPU"])
 def backend(request, monkeypatch):
     """The kernel runs in Triton's interpreter, which the table would rightly refuse."""
-    if request.param == "triton":
+    if request.param != "reference":
         module = pytest.importorskip("openk3.ops.mla.triton_paged", exc_type=ImportError)
         monkeypatch.setattr(paged, "latent_attention_reference", module.latent_attention_triton)
+    if "large" in request.param:
+        monkeypatch.setattr(module, "num_sms", lambda device: 132)
+        monkeypatch.setattr(module, "MERGED", 2048)
+        assert module._shares(1, 132) == module.MAX_SHARES == 128
     return "reference"
 
 
@@ -53,6 +57,19 @@ def test_pages_are_the_dense_cache(backend, lengths, tokens):
     o = attend_paged(q, kv_b, pages, table, held - tokens, held, backend=backend)
     for b, length in enumerate(lengths):
         seen = dense[b : b + 1, :length].double()
+        wanted = attend(
+            q[b : b + 1].double(), seen[..., :LATENT], seen[..., LATENT:], kv_b.double()
+        )
+        assert relative_error(o[b : b + 1], wanted) < 2e-6
+
+
+def test_the_first_positions_can_be_hidden(backend):
+    q, kv_b, dense, pages, table = problem([9, 40], 1)
+    pages[table[:, 0].long(), 0] = 9.0
+    held = torch.tensor([9, 40])
+    o = attend_paged(q, kv_b, pages, table, held - 1, held, first=1, backend=backend)
+    for b, length in enumerate((9, 40)):
+        seen = dense[b : b + 1, 1:length].double()
         wanted = attend(
             q[b : b + 1].double(), seen[..., :LATENT], seen[..., LATENT:], kv_b.double()
         )

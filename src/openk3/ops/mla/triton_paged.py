@@ -17,6 +17,8 @@ from torch import Tensor
 from openk3.ops.triton_support import launch, num_sms
 
 BLOCK_N = 32
+MAX_SHARES = 128
+MERGED = 16384  # numbers that a merging program holds
 LOG2E = 1.4426950408889634
 
 
@@ -83,10 +85,10 @@ def share_kernel(
 
 
 @triton.jit
-def merge_kernel(partial, peaks, o, R: tl.constexpr, SHARES: tl.constexpr):
-    """o [B * M, R] from the shares."""
+def merge_kernel(partial, peaks, o, R: tl.constexpr, SHARES: tl.constexpr, BLOCK_R: tl.constexpr):
+    """o [B * M, R] from the shares, BLOCK_R numbers of a row at a time."""
     at = tl.program_id(0).to(tl.int64)
-    s, r = tl.arange(0, SHARES), tl.arange(0, R)
+    s, r = tl.arange(0, SHARES), tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     log = tl.load(peaks + at * SHARES + s)
     peak = tl.max(log, 0)
     weights = tl.exp2(log - tl.where(peak == -float("inf"), 0.0, peak))
@@ -142,13 +144,17 @@ def latent_attention_triton(
         num_warps=8 if block == 32 else 4,
         num_stages=2,
     )
-    launch(merge_kernel, (batch * rows,), partial, peaks, o, R=latent, SHARES=shares, num_warps=4)
+    width = min(latent, max(16, MERGED // shares))
+    grid = batch * rows, latent // width
+    launch(
+        merge_kernel, grid, partial, peaks, o, R=latent, SHARES=shares, BLOCK_R=width, num_warps=4
+    )
     return o
 
 
 def _shares(programs: int, sms: int) -> int:
     """Into how many shares a sequence is split, so that two waves of programs fill the chip."""
     shares = 1
-    while shares < 32 and programs * shares * 2 <= 2 * sms:
+    while shares < MAX_SHARES and programs * shares * 2 <= 2 * sms:
         shares *= 2
     return shares
