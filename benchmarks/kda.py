@@ -193,7 +193,8 @@ def decode(clock: Clock, names: list[str], rate: float, heads: int = 96) -> None
             "replay 8, verify 8": partial(kda_decode, *eight, **fixed, **replay),
         }
         times = clock.compare(runs | decode_peers(names, one, fixed))
-        floor = batch * heads * (2 * D * D * 4 + 6 * D * 2) / rate
+        # states in and out, six rows, and three convolutions' states: three taps in, four out
+        floor = batch * heads * (2 * D * D * 4 + (6 + 3 * 7) * D * 2) / rate
         for name, ms in times.items():
             share = f"{floor / ms:5.0%}  {ms / times['step of 1']:.2f}"
             print(f"  batch {batch:3d} {name:26s} {ms:7.3f}  {share}", flush=True)

@@ -128,12 +128,14 @@ def test_offsets_beyond_32_bits():
     assert torch.equal(o[:, -100:], alone)
 
 
-def test_bitwise_the_same_over_200_runs():
+@pytest.mark.parametrize("segment", [None, 256])
+def test_bitwise_the_same_over_200_runs(segment):
     offsets = torch.tensor([0, 300, 811, 1024], device="cuda")
     x = draw(1, 1024, 4, 128, 3)
-    first = run(x, offsets)
+    first = run(x, offsets, segment=segment)
     for _ in range(199):
-        assert all(torch.equal(a, b) for a, b in zip(run(x, offsets), first, strict=True))
+        again = run(x, offsets, segment=segment)
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
 
 
 def test_states_at_positions():
@@ -240,8 +242,10 @@ def test_short_convolution(offsets, with_state):
     assert [e < 3e-3 for e in errors] == [True] * len(errors)
 
 
+@pytest.mark.parametrize("capacity", [8, 12])
 @pytest.mark.parametrize("width", [64, 128])
-def test_decode_and_replay_are_the_reference(width):
+def test_decode_and_replay_are_the_reference(width, capacity):
+    """A capacity of 8 is one launch; with 12 pending and new tokens do not fit in one tile."""
     heads, slots = 3, 6
     rng = torch.Generator("cuda").manual_seed(1)
 
@@ -266,7 +270,7 @@ def test_decode_and_replay_are_the_reference(width):
         normal(slots, heads, width, width, dtype=f32),
     )
     pools = [{"conv_state": conv_state.clone(), "state": state.clone()} for _ in range(2)]
-    blank = [torch.zeros(slots, 8, *t.shape[2:], device="cuda") for t in projections(1)[:5]]
+    blank = [torch.zeros(slots, capacity, *t.shape[2:], device="cuda") for t in projections(1)[:5]]
     windows = [Pending(*(t.bfloat16() for t in blank)) for _ in range(2)]
     calls = [(projections(1), None), (projections(3), None)]
     calls += [
