@@ -47,6 +47,18 @@ def test_trains_from_a_recipe_and_flags(recipe_file, tmp_path, capsys):
     assert (facts["steps"], facts["skipped_steps"], facts["folder"]) == (3, 0, str(folder))
 
 
+def test_a_report_that_cannot_be_written_hides_nothing(recipe_file, tmp_path, capsys):
+    argv = ["pretrain", str(recipe_file), "--run.folder", str(tmp_path / "run"), "--resume=auto"]
+    argv += ["--train.steps=2"]
+    assert cli.main([*argv, "--run.stop_after=1"]) == 0
+    (tmp_path / "run/report.html").unlink()
+    (tmp_path / "run/report.html").mkdir()
+    assert cli.main(argv) == 0
+    said = capsys.readouterr()
+    assert "trained 2 steps" in said.out
+    assert "WARNING: there is no report: cannot write" in said.err
+
+
 def test_dry_run_prints_a_recipe_that_reads_back(recipe_file, capsys, tmp_path):
     with pytest.raises(SystemExit) as left:
         cli.main(["pretrain", str(recipe_file), "--optim.lr", "0.5", "--dry-run"])

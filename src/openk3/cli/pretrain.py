@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from openk3.cli import common
 from openk3.config.recipe import Recipe
+from openk3.errors import OpenK3Error
 
 if TYPE_CHECKING:
     from openk3.train.loop import Trainer
@@ -73,7 +74,6 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False) -> "Trainer":
     """Train in `folder` until the last step or until asked to stop; write the report either way."""
     from openk3.obs import log
     from openk3.parallel.world import join
-    from openk3.report import write_report
     from openk3.train.interrupt import stop_on_signals
     from openk3.train.setup import training
 
@@ -85,10 +85,20 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False) -> "Trainer":
         log.setup(rank=world.rank)
         with training(recipe, folder, world, resume=resume) as trainer:
             if world.is_main:
-                at_end.callback(write_report, folder, plots=False)
+                at_end.callback(_report, folder)
             trainer.stop = stop
             trainer.fit()
     return trainer
+
+
+def _report(folder: Path) -> None:
+    from openk3.obs import log
+    from openk3.report import write_report
+
+    try:
+        write_report(folder, plots=False)
+    except OpenK3Error as error:  # must not hide why the run ended
+        log.get("train").warning("there is no report: %s", error)
 
 
 def results(trainer: "Trainer", folder: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from openk3.ops.precision import wide_dtype
-from openk3.ops.triton_support import has_triton, launch
+from openk3.ops.triton_support import has_triton, launch, power_of_two
 
 
 class Groups(NamedTuple):
@@ -39,13 +39,18 @@ def add_up(rows: Tensor, groups: Groups) -> Tensor:
     return total.index_add_(0, groups.target, rows.to(total.dtype)).to(rows.dtype)
 
 
+def block_of(width: int) -> int:
+    """Columns that one program takes of rows of `width`."""
+    return min(1024, power_of_two(width))
+
+
 def _add_up_on_gpu(rows: Tensor, groups: Groups) -> Tensor:
     """`index_add_` would add in any order there."""
     from openk3.parallel.moonep import kernels
 
     out = rows.new_empty(groups.num_targets, rows.shape[1])
     if out.numel():
-        block = min(1024, 1 << (rows.shape[1] - 1).bit_length())
+        block = block_of(rows.shape[1])
         launch(
             kernels.add_rows, (len(out), -(-rows.shape[1] // block)), rows, groups.order,
             groups.starts, out, L=rows.shape[1], BLOCK=block, ZERO=True,

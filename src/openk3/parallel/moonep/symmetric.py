@@ -18,7 +18,7 @@ from openk3.errors import InputError
 from openk3.ops.triton_support import launch
 from openk3.parallel.moonep import kernels, tiled
 from openk3.parallel.moonep.memory import Carver, Memory, Region, SymmetricMemory
-from openk3.parallel.moonep.sums import Groups, group
+from openk3.parallel.moonep.sums import Groups, block_of, group
 from openk3.parallel.moonep.token_map import Layout, TokenMap
 from openk3.parallel.moonep.transport import Pending, Route, Then
 
@@ -146,19 +146,19 @@ class Symmetric:
             launch(
                 kernels.push_tokens, (tokens.rank.numel(),), x.contiguous(), tokens.rank,
                 tokens.row, tokens.first, region.peers, L=x.shape[1], TOP_K=route.top_k,
-                BLOCK=_block(x.shape[1]),
+                BLOCK=block_of(x.shape[1]),
             )  # fmt: skip
         self.memory.barrier()
         width, per_program = region.here.shape[1], 1 if x.is_cuda else 64
         launch(
             kernels.spread_copies, (-(-self.num_rows // per_program),), region.here,
-            route.first_row, self.num_rows, L=width, BR=per_program, BLOCK=_block(width),
+            route.first_row, self.num_rows, L=width, BR=per_program, BLOCK=block_of(width),
         )  # fmt: skip
         return region.here
 
     def gather(self, route: SymmetricRoute, rows: Tensor) -> Tensor:
         region, tokens, width = self.regions.rooms[1], route.tokens, rows.shape[1]
-        block = _block(width)
+        block = block_of(width)
         chunks = -(-width // block)
         launch(
             kernels.add_rows, (self.num_rows, chunks), rows, route.sums.order, route.sums.starts,
@@ -225,10 +225,6 @@ def _slots_of(layout: Layout, rank: int) -> Tensor:
     own = torch.arange(rank * block, (rank + 1) * block, device=layout.redundant.device)
     held = layout.redundant[:, :, None] == own  # [R, slot, B]
     return torch.where(held.any(1), held.to(torch.uint8).argmax(1), -1)
-
-
-def _block(width: int) -> int:
-    return min(1024, 1 << (width - 1).bit_length())
 
 
 def over_nvlink(shapes: Shapes, group: dist.ProcessGroup, device: torch.device) -> Symmetric:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from openk3.ops.moe import grouped, routed
 from openk3.ops.moe import permute_kernels as kernels
 from openk3.ops.moe.row_plan import BIG, SMALL, Plan, Tiles
-from openk3.ops.triton_support import launch
+from openk3.ops.triton_support import launch, power_of_two
 from openk3.parallel.moonep.products import Betas, RowGrads
 from openk3.parallel.moonep.transport import Pending, Route
 
@@ -51,7 +51,7 @@ def halves(sizes: Tensor, num_rows: int) -> Halves:
 def _tile(sizes: Tensor, num_rows: int) -> Plan:
     """Row tiles of groups that lie one after the other from row 0."""
     num = sizes.numel()
-    pad = max(16, 1 << (num - 1).bit_length())
+    pad = power_of_two(num, 16)
 
     def ints(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.int32, device=sizes.device)
