@@ -177,7 +177,7 @@ def test_measured_choices_and_refusals():
                 assert list(heights) == sorted(heights)
     h200 = costs_of("NVIDIA H200")
     assert h200.choose(64, training=True).fused_situ
-    assert len(h200.choose(1170, training=False).shape.heights) == 3
+    assert h200.choose(1170, training=False).align == 64
     assert costs_of("another GPU").choose(64, training=True) == routed.Choice()
     inputs, _ = case(torch.zeros(1, 1, dtype=torch.int64), 2)
     x, weights, w13, w2 = inputs

@@ -59,9 +59,9 @@ def parse_costs(entry: dict) -> Costs:
     """An entry's "training" and "inference": lists of {"from", "products", "heights", "group"}."""
 
     def row(item: dict) -> tuple[int, Choice]:
-        products = [name in item["products"] for name in ("situ", "rows", "grads")]
+        situ, rows, grads = (name in item["products"] for name in ("situ", "rows", "grads"))
         shape = Shape(tuple(item["heights"]), item["group"])
-        return item["from"], Choice(*products, shape)
+        return item["from"], Choice(situ, rows, grads, shape)
 
     return Costs(*(tuple(map(row, entry[key])) for key in ("training", "inference")))
 

@@ -97,12 +97,12 @@ def rows_product_sum(x: Tensor, w: Tensor, x2: Tensor, w2: Tensor, plan: Plan) -
 
 def weight_grad(a: Tensor, b: Tensor, plan: Plan) -> Tensor:
     """a [R, M], b [R, N] -> a_e^T b_e [E, M, N]; exactly zero for an expert without rows."""
-    from openk3.ops.moe import hopper_grads
+    from openk3.ops.moe import hopper_grad_kernels
 
     num_experts, height = plan.ends.shape[0], max(2, plan.tallest)
     out = a.new_empty(num_experts, a.shape[1], b.shape[1])
     launch(
-        hopper_grads.grouped_weight_grad, (num_sms(a.device),), _descriptor(a, BK, 64),
+        hopper_grad_kernels.grouped_weight_grad, (num_sms(a.device),), _descriptor(a, BK, 64),
         _descriptor(b, BK, 128),
         _descriptor(out.view(-1, b.shape[1]), 64, 128), plan.order, plan.starts, plan.ends,
         M=a.shape[1], N=b.shape[1], E=num_experts, BK=BK, S=STAGES[height], H=height, GROUP=8,

@@ -16,7 +16,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from openk3.ops.moe.hopper_tiles import fetch, finish, multiply, store_tile, wide_blocks, zeros
+from openk3.ops.moe.hopper_tile_kernels import (
+    fetch,
+    finish,
+    multiply,
+    store_tile,
+    wide_blocks,
+    zeros,
+)
 
 LOG2E = gl.constexpr(1.4426950408889634)
 QUEUE = gl.constexpr(4)

@@ -11,7 +11,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from openk3.ops.moe.hopper_tiles import fetch, finish, multiply, store_tile, wide_blocks, zeros
+from openk3.ops.moe.hopper_tile_kernels import (
+    fetch,
+    finish,
+    multiply,
+    store_tile,
+    wide_blocks,
+    zeros,
+)
 
 
 @gluon.jit
