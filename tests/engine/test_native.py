@@ -7,7 +7,7 @@ import torch
 
 from openk3.engine import Engine, EngineConfig, Request, SamplingParams, native
 from openk3.engine.native import unfit
-from openk3.engine.plan import Chunk, StepPlan
+from openk3.engine.plan import UNKNOWN, Chunk, StepPlan
 from openk3.engine.runner import ModelRunner
 from openk3.errors import ConfigError
 from openk3.model import cast
@@ -75,25 +75,21 @@ def test_a_mixed_step_is_the_plain_step(model, drafts):
 
 
 @needs_compiler
-def test_a_rows_logits_do_not_depend_on_the_others(model):
-    own = runner(model)
-    rows = [chunk(own, s, (7 + s, 3, 9), 0) for s in range(4)]
-    with torch.inference_mode():
-        own.memory.clear([page for row in rows for page in row.state_pages])
-        together = own._native.run([], rows, {})[0].clone()
-        for row, logits in zip(rows, together, strict=True):
-            own.memory.clear(row.state_pages)
-            assert torch.equal(own._native.run([], [row], {})[0][0], logits)
-
-
-@needs_compiler
-def test_long_passes_are_plain(model, monkeypatch):
+def test_passes_that_are_plain(model, monkeypatch):
+    """Too many tokens; or so many behind so many that the other form of attention is cheaper."""
     monkeypatch.setattr(native, "MAX_ROWS", 8)
     own = runner(model)
-    assert own._native.takes([chunk(own, 0, range(8), 0)])
-    assert not own._native.takes([chunk(own, 0, range(8), 0), chunk(own, 1, (1,), 0)])
-    result = own.run(StepPlan((chunk(own, 0, range(9), 0),)))[0]
-    assert len(result.new_ids) == 1
+    takes = own._native.takes
+    assert takes([chunk(own, 0, range(8), 0)])
+    assert not takes([chunk(own, 0, range(8), 0), chunk(own, 1, (1,), 0)])
+    assert len(own.run(StepPlan((chunk(own, 0, range(9), 0),)))[0].new_ids) == 1
+    monkeypatch.undo()
+    wide = runner(model)
+    takes, wide._native._mla = wide._native.takes, (4, 128, 64, 128, 512)  # K3's widths
+    assert takes([chunk(own, 0, range(100), 0)])
+    assert takes([chunk(own, 0, range(20), 500_000)])
+    assert not takes([chunk(own, 0, range(1000), 500_000)])
+    assert not takes([chunk(own, 0, (UNKNOWN,), 3, outputs=(1,))])
 
 
 def answer(engine, name):

@@ -112,14 +112,26 @@ class PageMemory:
 
     def poison(self, pages: Sequence[int]) -> None:
         """Fill pages with bytes that are NaN in every float type."""
-        self.pool[:, self._index(pages)] = 255
+        self._fill(pages, 255)
 
     def clear(self, pages: Sequence[int]) -> None:
         """Zero pages: the state before the first token."""
-        self.pool[:, self._index(pages)] = 0
+        self._fill(pages, 0)
+
+    def _fill(self, pages: Sequence[int], byte: int) -> None:
+        if self.device.type == "cpu":
+            for page in pages:
+                self.pool.numpy()[:, page] = byte
+        else:
+            self.pool[:, self._index(pages)] = byte
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Copy pages, as if one after the other."""
+        if self.device.type == "cpu":  # plain copies: indexing costs as much as a decoding step
+            for copy in copies:
+                target = self._tier(copy.target_tier).numpy()
+                target[:, copy.target] = self._tier(copy.source_tier).numpy()[:, copy.source]
+            return
         batch: list[Copy] = []
         written: set[tuple[str, int]] = set()
         touched: set[tuple[str, int]] = set()

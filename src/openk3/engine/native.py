@@ -1,4 +1,4 @@
-"""Passes over few tokens on a CPU as one call: the model recorded as a program of C++ kernels.
+"""Passes on a CPU as one call: the model recorded as a program of C++ kernels.
 
 What CUDA graphs are to a GPU (`graphs`): the same operations over the same memory, without Python
 between them. A decoding step reads each weight once and spends next to nothing beside.
@@ -26,15 +26,16 @@ from openk3.model.mla import GatedMLA
 from openk3.model.moe import Experts, LatentMoE, Router
 from openk3.model.ports import LocalDispatcher
 from openk3.ops.kda.decode import Pending
+from openk3.ops.mla import multiplications
 from openk3.ops.native import BACKENDS
 from openk3.ops.native.program import Program, Segment, numbers
 
 log = logging.getLogger(__name__)
 
-MAX_ROWS = 512
-"""Tokens of a pass; above, torch's own matrix products are as fast (benchmarks/engine.py)."""
+MAX_ROWS = 2048
+"""Tokens of a pass: room for their activations is held."""
 THREAD_BYTES = 4 << 20
-"""Weights that are worth a thread."""
+"""Weights a token reads that are worth a thread."""
 KNOWN = {
     K3, K3Layer, RMSNorm, nn.Linear, nn.Embedding, nn.ModuleList, SituMLP, KimiDeltaAttention,
     ShortConv, GatedMLA, LatentMoE, Router, Experts,
@@ -48,10 +49,11 @@ class NativePasses:
     """Runs chunks through the model's recording. Its memory is the runner's pool and windows."""
 
     def __init__(
-        self, model: K3, memory: PageMemory, pending: dict[int, Pending], max_tokens: int
+        self, model: K3, memory: PageMemory, pending: dict[int, Pending], config: EngineConfig
     ) -> None:
         self.model, self.memory, self.pending = model, memory, pending
-        self.max_rows = min(MAX_ROWS, max_tokens)
+        self.max_rows = min(MAX_ROWS, config.max_batch_tokens)
+        self.max_wanted = min(self.max_rows, config.max_running * (config.num_drafts + 1))
         parts = (part for name, part in model.named_children() if name not in APART)
         modules = [module for part in parts for module in part.modules()]
         self._tables: list[tuple[Any, str]] = [
@@ -61,23 +63,40 @@ class NativePasses:
             for name, x in table.items()
             if x is not None
         ]
-        size = sum(p.numel() * p.element_size() for p in model.parameters())
-        self.threads = max(1, size // THREAD_BYTES)
+        self._work = _multiplications(model)
+        self.threads = max(1, 4 * self._work // THREAD_BYTES)
+        sizes = model.config
+        self._mla = (
+            sizes.num_attention_heads, sizes.qk_nope_head_dim, sizes.qk_rope_head_dim,
+            sizes.v_head_dim, sizes.kv_lora_rank,
+        )  # fmt: skip
         self._record()
 
     def _record(self) -> None:
         self._places = self._weights()
-        self._recorder = _Recorder(self.model, self.memory, self.pending, self.max_rows)
+        rows = self.max_rows, self.max_wanted
+        self._recorder = _Recorder(self.model, self.memory, self.pending, *rows)
 
     def _weights(self) -> list[int]:
         """Where the weights are: loading new ones may move them."""
         return [table[name].data_ptr() for table, name in self._tables]
 
     def takes(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether a pass of these chunks can be run: few tokens, all known, no pictures' among."""
+        """Whether a pass of these chunks can be run: all tokens known, no pictures' among them, and
+        none so many behind so many that attention were much cheaper in its expanded form."""
         if sum(len(chunk.token_ids) for chunk in chunks) > self.max_rows:
             return False
-        return not any(_sees(chunk) or chunk.token_ids == (UNKNOWN,) for chunk in chunks)
+        return not any(
+            _sees(chunk) or chunk.token_ids == (UNKNOWN,) or self._expands(chunk)
+            for chunk in chunks
+        )
+
+    def _expands(self, chunk: Chunk) -> bool:
+        """Whether the form of attention that is recorded would more than double a chunk's work."""
+        tokens = len(chunk.token_ids)
+        expanded, absorbed = multiplications(tokens, chunk.start + tokens, *self._mla)
+        layers = len(self.memory.mla_layers)
+        return layers * absorbed > 2 * (tokens * self._work + layers * expanded)
 
     def run(
         self, decode: Sequence[Chunk], prefill: Sequence[Chunk], accepted: Mapping[int, int]
@@ -100,6 +119,13 @@ class NativePasses:
             return _segment(chunk)
         replayed = accepted.get(chunk.slot, 0)
         return _segment(chunk, window=(chunk.slot, replayed, batch.advance(chunk)))
+
+
+def _multiplications(model: K3) -> int:
+    """Of one token with weights, in all layers: experts that it is not sent to left out."""
+    share = model.config.num_experts_per_token / model.config.num_experts
+    sizes = [(n, p.numel()) for n, p in model.layers.named_parameters()]
+    return int(sum(size * (share if ".experts." in name else 1) for name, size in sizes))
 
 
 def _sees(chunk: Chunk) -> bool:
@@ -137,8 +163,8 @@ def native_passes(
         problem = problem or "a draft layer reads hidden states of plain steps"
     if problem is None:
         try:
-            made = NativePasses(model, memory, pending, config.max_batch_tokens)
-            log.info("steps of up to %d tokens run as compiled C++", made.max_rows)
+            made = NativePasses(model, memory, pending, config)
+            log.info("steps of up to %d tokens run as compiled C++ code", made.max_rows)
             return made
         except BackendError as error:
             problem = str(error)
@@ -172,14 +198,19 @@ def unfit(model: K3) -> str | None:
 
 
 class _Recorder:
-    """Records a model over a pool, for passes of up to `max_rows` tokens."""
+    """Records a model over a pool: passes of `max_rows` tokens, `max_wanted` of which choose."""
 
     def __init__(
-        self, model: K3, memory: PageMemory, pending: dict[int, Pending], max_rows: int
+        self,
+        model: K3,
+        memory: PageMemory,
+        pending: dict[int, Pending],
+        max_rows: int,
+        max_wanted: int,
     ) -> None:
         self.model, self.memory, self.pending, self.max_rows = model, memory, pending, max_rows
         self.program = Program()
-        self.logits = self._room(model.config.vocab_size)
+        self.logits = torch.empty(max_wanted, model.config.vocab_size)
         self.hidden = self._room(model.config.hidden_size)
         self._rooms: dict[tuple[str, int], Tensor] = {}
         self._trunk()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from openk3.engine.memory import PageMemory
-from openk3.model.ports import ABSORB_BELOW, KdaInputs, KdaWeights, MixerState
+from openk3.model.ports import KdaInputs, KdaWeights, MixerState
 from openk3.ops.conv import short_conv
 from openk3.ops.kda import kda
 from openk3.ops.kda.decode import Pending, kda_decode
@@ -198,7 +198,7 @@ class PagedSequence:
                 seen[..., : latent.shape[-1]],
                 seen[..., latent.shape[-1] :],
                 kv_b,
-                form="absorbed" if chunk.count < ABSORB_BELOW else "expanded",
+                form=None,
             )
             assert isinstance(o, Tensor)
             parts.append(o[0])

@@ -157,8 +157,8 @@ class EngineConfig:
     """Mix a block's finished AttnRes blocks at once where that moves fewer bytes; None: on a
     GPU."""
     compiled: bool | None = None
-    """On a CPU, run steps over few tokens as compiled C++ (float32 models); None where a compiler
-    is found, and True makes it an error if there is none."""
+    """On a CPU, run steps as compiled C++ (float32 models); None where a compiler is found, and
+    True makes it an error if there is none."""
     batch_invariant: bool = False
     """The same floats, to the last bit, for a request whatever shares its steps, is cached or
     preempted: every token is computed alone, so prompts take as long as answers."""

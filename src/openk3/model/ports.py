@@ -15,8 +15,6 @@ from openk3.ops.kda import kda
 from openk3.ops.mla import attend
 from openk3.ops.norm import gated_head_norm
 
-ABSORB_BELOW = 8  # with fewer new tokens than this, attention runs on the latents themselves
-
 
 class ExpertWeights(Protocol):
     """The routed experts of one layer, however they are kept."""
@@ -159,7 +157,7 @@ class LocalSequence:
         form = "expanded"
         if state is not None:
             latent, k_rope = state.extend(layer, latent, k_rope)
-            form = "absorbed" if q.shape[1] < ABSORB_BELOW else "expanded"
+            form = None
         return attend(
             q,
             latent,

@@ -22,6 +22,7 @@ from openk3.ops.precision import wide_dtype
 Form = Literal["expanded", "absorbed"]
 MAX_SCORES = 1 << 26  # scores held at once when their maxima are wanted
 MAX_MASKED = 1 << 29  # scores held at once when new queries follow cached positions
+ABSORB_BELOW = 8  # new tokens, on a GPU: its expanded form runs fused kernels
 
 
 def attend(
@@ -32,7 +33,7 @@ def attend(
     *,
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
-    form: Form = "expanded",
+    form: Form | None = "expanded",
     return_max_logits: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention of T queries over S >= T cached positions; the last T positions are the
@@ -40,7 +41,7 @@ def attend(
 
     q [B,T,H,D] with D = nope + rope; latent [B,S,R] normed; k_rope [B,S,rope]; kv_b
     [H * (nope + V), R], per head [k_nope | v]. scale None is D ** -0.5. cu_seqlens [N + 1] packs
-    N sequences in one row (B = 1, S = T). Softmax in float32.
+    N sequences in one row (B = 1, S = T). form None takes the `cheaper_form`. Softmax in float32.
     Returns o [B,T,H,V] in q's dtype and, if asked, each head's largest scaled score [H] float32
     (without gradient; for weight clipping). Raises InputError on shapes that do not fit.
     """
@@ -55,6 +56,7 @@ def attend(
     if latent.shape[1] < tokens:
         raise InputError(f"{tokens} queries need at least as many keys, not {latent.shape[1]}")
     scale = float(width**-0.5) if scale is None else scale
+    form = form or cheaper_form(q, latent, k_rope, kv_b)
     core = _expanded if form == "expanded" else _absorbed
     if cu_seqlens is None:
         o, peak = core(q, latent, k_rope, kv_b, scale, return_max_logits)
@@ -62,6 +64,32 @@ def attend(
         lengths = sequence_lengths(batch, tokens, cu_seqlens)
         o, peak = _packed(core, q, latent, k_rope, kv_b, scale, return_max_logits, lengths)
     return (o, peak) if peak is not None else o
+
+
+def cheaper_form(q: Tensor, latent: Tensor, k_rope: Tensor, kv_b: Tensor) -> Form:
+    """The form with fewer multiplications; arguments as of `attend`.
+
+    A few new tokens behind many cached ones are cheaper absorbed: nothing is expanded for them.
+    """
+    tokens, heads, width = q.shape[1:]
+    keys, rope = latent.shape[1], k_rope.shape[-1]
+    if q.is_cuda:
+        return "absorbed" if tokens < ABSORB_BELOW else "expanded"
+    if q.shape[0] * heads * tokens * keys > MAX_SCORES:
+        return "expanded"  # the absorbed form holds all scores at once
+    sizes = (heads, width - rope, rope, kv_b.shape[0] // heads - width + rope, kv_b.shape[1])
+    expanded, absorbed = multiplications(tokens, keys, *sizes)
+    return "absorbed" if absorbed < expanded else "expanded"
+
+
+def multiplications(
+    tokens: int, keys: int, heads: int, nope: int, rope: int, value: int, latent: int
+) -> tuple[int, int]:
+    """Of the expanded and of the absorbed form, for one sequence."""
+    up = heads * latent * (nope + value)
+    expanded = keys * up + tokens * keys * heads * (nope + rope + value)
+    absorbed = tokens * up + tokens * keys * heads * (2 * latent + rope)
+    return expanded, absorbed
 
 
 def expand(

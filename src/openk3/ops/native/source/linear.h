@@ -4,7 +4,7 @@
 #include "program.h"
 #include "vectors.h"
 
-constexpr int64_t CHUNK = 32;  // outputs of a task
+constexpr int64_t CHUNK = 64;  // outputs of a task
 
 inline int64_t chunks(int64_t outs) { return (outs + CHUNK - 1) / CHUNK; }
 
