@@ -28,7 +28,7 @@ def leftovers(home: Home) -> dict[str, list[str]]:
     }
 
 
-def settled(home: Home, wait_s: float = 20.0) -> dict[str, list[str]]:
+def settled(home: Home, wait_s: float = 60.0) -> dict[str, list[str]]:
     """`leftovers`, once those that are about to end had time to, and sweeps had theirs."""
     end = time.monotonic() + wait_s
     while (found := leftovers(home)) != TIDY and time.monotonic() < end:

@@ -64,6 +64,13 @@ async def _exercise() -> None:
     assert (await again.wait()).stdout == "got word\n"
     (copy,) = await box.fork(1, timeout=600)
     assert await copy.files.read("d/ü") == data
+    (other,) = await copy.fork(1, timeout=600)
+    await other.close()
+    await other.close()
+    assert await copy.files.read("d/ü") == data
+    with pytest.raises(BackendError, match="memory"):
+        await copy.fork(1, memory=False)
+    assert await (await Sandbox.connect(other.id)).kill()
     saved = await box.snapshot()
     other = await Sandbox.create(saved.id, timeout=600)
     assert other.id in [row.id for row in await Sandbox.list()]

@@ -164,7 +164,7 @@ def test_creation_dies_with_its_creator(aio, home, pool):
 
     for wait in (0.0, 0.05, 0.15, 0.3):
         aio.run(go(wait))
-    assert settled(home, 60.0) == TIDY
+    assert settled(home) == TIDY
 
 
 def test_time_limit_holds_without_any_manager(aio, home, pool):
@@ -174,7 +174,7 @@ def test_time_limit_holds_without_any_manager(aio, home, pool):
         return box.id
 
     box_id = aio.run(go())
-    assert settled(home, 60.0) == TIDY
+    assert settled(home) == TIDY
     assert [row["event"] for row in events.read(home, box_id)] == ["created", "killed"]
 
 

@@ -24,6 +24,8 @@ class RemoteSandbox(Sandbox):
         token = answer.get("envdAccessToken") or ""
         self.link = RemoteConnection(service, self.id, token, user)
         self.files = RemoteFiles(self.link)
+        self._open = True
+        service.num_users += 1
 
     @classmethod
     async def begin(
@@ -122,6 +124,7 @@ class RemoteSandbox(Sandbox):
         self.link = other.link
         self.files = RemoteFiles(self.link)
         self._info = other.info
+        await other.close()
 
     async def fork(
         self, count: int = 1, *, timeout: float | None = 300.0, memory: bool = True
@@ -159,7 +162,9 @@ class RemoteSandbox(Sandbox):
         return True
 
     async def close(self) -> None:
-        await self.service.http.aclose()
+        if self._open:
+            self._open = False
+            await self.service.let_go()
 
 
 def _require_memory(memory: bool) -> None:

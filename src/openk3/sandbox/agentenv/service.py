@@ -70,6 +70,13 @@ class Service:
         headers = {"X-API-Key": os.environ.get("E2B_API_KEY", "")}
         self.http = httpx.AsyncClient(headers=headers, timeout=120.0, transport=transport)
         self.generation: int | None = None
+        self.num_users = 0
+
+    async def let_go(self) -> None:
+        """Forks share the client of their original: the last of them closes it."""
+        self.num_users -= 1
+        if self.num_users <= 0:
+            await self.http.aclose()
 
     async def ask(self, method: str, path: str, body: Any = None, **options: Any) -> Any:
         """One REST call; its JSON, or None without a body."""
