@@ -3,8 +3,9 @@
 import pytest
 import torch.distributed as dist
 
+from openk3.parallel.launcher import START_S
 from openk3.parallel.watchdog import Watchdog
-from openk3.parallel.world import START_S, Pulse
+from openk3.parallel.world import Pulse
 
 
 class Run:

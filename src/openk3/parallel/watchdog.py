@@ -27,7 +27,8 @@ import torch.distributed as dist
 from openk3.errors import LostProcessError, OpenK3Error
 from openk3.obs import log
 from openk3.parallel import world
-from openk3.parallel.world import START_S, Pulse, World
+from openk3.parallel.launcher import START_S
+from openk3.parallel.world import Pulse, World
 
 LOST_S = 20.0
 """A process that has not been heard of for so long is lost; less where `seconds` is less."""

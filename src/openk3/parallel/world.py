@@ -5,7 +5,6 @@ WORLD_SIZE in the environment) they run over gloo on CPUs and NCCL on GPUs. Tens
 the order they are given, in buckets of fixed size, so equal runs add in equal order.
 """
 
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,14 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from openk3.errors import BackendError, ConfigError, LostProcessError, OpenK3Error
+from openk3.parallel.launcher import START_S, meet, open_store, told_by_launcher
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
 BUCKET_BYTES = 32 << 20
 """Gradients travel in flat buffers of about this size."""
 
-START_S = 120.0
-"""Time that starting is granted at least, without any progress."""
 RAISED_EVERYWHERE = "rank 0 raised this for all processes"
 
 
@@ -140,20 +138,18 @@ def join(device: str = "auto", seconds: float = START_S) -> Iterator[World]:
     processes, START_S at least. Raises BackendError when a GPU is asked for and there is none,
     ConfigError for a name torch does not know, LostProcessError naming who has not come.
     """
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    chosen = pick_device(device, int(os.environ.get("LOCAL_RANK", "0")))
+    rank, size, local_rank = told_by_launcher()
+    chosen = pick_device(device, local_rank)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if size == 1:
         yield World(device=chosen)
         return
     backend = "nccl" if chosen.type == "cuda" else "gloo"
-    store, _, _ = next(dist.rendezvous("env://", rank, size))
-    # torchrun keeps its store over restarts, and with it the addresses of processes that are gone
-    attempt = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    _meet(attempt, rank, size, max(seconds, START_S))
-    # the watchdog is to speak first, because it knows why
-    patience = timedelta(seconds=max(seconds, START_S) + 60)
+    seconds = max(seconds, START_S)
+    attempt = open_store(rank, size, seconds)
+    meet(attempt, rank, size, seconds)
+    patience = timedelta(seconds=seconds + 60)  # the watchdog is to speak first: it knows why
     try:
         dist.init_process_group(
             backend, timeout=patience, store=attempt, rank=rank, world_size=size
@@ -164,20 +160,6 @@ def join(device: str = "auto", seconds: float = START_S) -> Iterator[World]:
         yield World(rank, size, chosen, patience)
     finally:
         dist.destroy_process_group()
-
-
-def _meet(store: dist.Store, rank: int, size: int, seconds: float) -> None:
-    """Return when all processes are here. Raises LostProcessError naming who is not."""
-    keys = [f"here/{r}" for r in range(size)]
-    store.set(keys[rank], "")
-    try:
-        store.wait(keys, timedelta(seconds=seconds))
-    except RuntimeError as error:
-        absent = [r for r, key in enumerate(keys) if not store.check([key])]
-        named = ", ".join(map(str, absent[:4])) + (", ..." if len(absent) > 4 else "")
-        raise LostProcessError(
-            f"{len(absent)} of {size} processes have not come within {seconds:.0f} s: rank {named}"
-        ) from error
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
