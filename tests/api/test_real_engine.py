@@ -127,6 +127,35 @@ def test_a16_a17_after_a_hang_up_all_memory_is_free(stream):
         assert (stats.running, stats.waiting, stats.free_pages) == (0, 0, free)
 
 
+def test_an_echoed_prompt_has_its_log_probabilities():
+    """As evaluation harnesses ask for them: also with nothing behind the prompt."""
+    text = "fine and so on"
+    body = {"prompt": text, "echo": True, "logprobs": 2, "max_tokens": 3, "ignore_eos": True}
+    with serving(engine=engine()) as server:
+        whole = server.post("/v1/completions", body).json()
+        parts = server.stream("/v1/completions", body)[:-1]
+        alone = server.post("/v1/completions", {**body, "max_tokens": 0}).json()
+        bare = server.stream("/v1/completions", {**body, "max_tokens": 0})[:-1]
+    prompt = tokenizer().encode(text)
+    told = whole["choices"][0]["logprobs"]
+    assert "".join(told["tokens"]) == whole["choices"][0]["text"]
+    assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
+    scores = [-0.01 * token for token in prompt[1:]]
+    assert told["token_logprobs"][1:] == pytest.approx([*scores, -0.5, -0.5, -0.5])
+    ends = [len("".join(told["tokens"][:i])) for i in range(len(told["tokens"]))]
+    assert told["text_offset"] == ends
+    streamed = {key: [x for part in parts for x in part["choices"][0]["logprobs"][key]]
+                for key in told}  # fmt: skip
+    assert streamed == told
+    assert "".join(part["choices"][0]["text"] for part in parts) == whole["choices"][0]["text"]
+    for choice in (alone["choices"][0], bare[0]["choices"][0]):
+        assert (choice["text"], choice["finish_reason"]) == (text, "length")
+        assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(scores)
+    assert len(bare) == 1
+    assert alone["usage"] == bare[0]["usage"]
+    assert alone["usage"]["completion_tokens"] == 0
+
+
 def test_n_choices_take_their_prompt_from_the_cache():
     with serving(engine=engine()) as server:
         text = "the weather in Paris " * 40

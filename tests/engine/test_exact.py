@@ -16,7 +16,7 @@ KINDS = {
     "one token at a time": {"num_pages": 400, "max_batch_tokens": 5, "max_running": 3},
     "short of pages": {"num_pages": 26},
     "host tier": {"num_pages": 26, "host_bytes": 1 << 24},
-    "two-phase mixes": {"num_pages": 400, "two_phase": True},
+    "two-phase mixes": {"num_pages": 400, "two_phase": True, "compiled": False},
     "a step ahead": {"num_pages": 400, "overlap": True},
     "a step ahead, short of pages": {"num_pages": 26, "overlap": True, "host_bytes": 1 << 23},
     "drafts": {"num_pages": 400, "num_drafts": 3},

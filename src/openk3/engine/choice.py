@@ -19,6 +19,8 @@ class Part:
     """One for each id, if asked for."""
     finish_reason: FinishReason | None
     error: str | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """With the first ids, if asked for."""
 
 
 class Choice:
@@ -42,4 +44,5 @@ class Choice:
         if self.reader.stop is not None and reason != "error":
             reason = "stop"
         self.finish_reason = reason
-        return Part(self.index, deltas, ids, output.logprobs or (), reason, output.error)
+        told = output.logprobs or (), reason, output.error, output.prompt_logprobs or ()
+        return Part(self.index, deltas, ids, *told)

@@ -114,6 +114,8 @@ class Engine:
                 f"prompt_ids has an id outside [0, {self.runner.vocab_size}): "
                 f"{min(ids) if min(ids) < 0 else max(ids)}"
             )
+        if request.media and request.params.prompt_logprobs is not None:
+            raise InputError("prompt_logprobs is for prompts without pictures")
         if len(ids) >= self.max_context:
             raise InputError(
                 f"the prompt has {len(ids)} tokens, and prompt and answer together may have "

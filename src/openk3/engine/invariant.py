@@ -13,7 +13,8 @@ from torch import Tensor
 from openk3.engine import batch
 from openk3.engine.plan import Chunk, ChunkResult, Copy, Results
 from openk3.engine.runner import ModelRunner, sampling_rows
-from openk3.engine.sampling import Choice, choose
+from openk3.engine.sampling import Choice, Scores, choose
+from openk3.engine.types import TokenLogprobs
 from openk3.model.ports import Context
 
 
@@ -29,11 +30,15 @@ class InvariantRunner(ModelRunner):
         kept: list[Choice] = []
         rows = sampling_rows(chunk)
         known = len(chunk.token_ids) - chunk.num_drafts
+        scores: tuple[TokenLogprobs, ...] = ()
+        asked, top = chunk.scored(), chunk.request.params.prompt_logprobs
         self._keep(chunk, chunk.start)
         for i, token in enumerate(chunk.token_ids):
             if i >= known and (chunk.request.constraint or token != kept[-1].token_id):
                 break
             logits = self._token(chunk, i)
+            if i < len(asked) and top is not None:
+                scores += Scores(logits, lambda x: x, asked[i : i + 1], top).wait()
             self._keep(chunk, chunk.start + i + 1)
             if rows and i >= known - 1:
                 kept += choose(logits, [rows[i - known + 1]], self.config.seed)
@@ -42,7 +47,7 @@ class InvariantRunner(ModelRunner):
         if kept and chunk.request.constraint is not None:
             chunk.request.constraint.accept(kept[0].token_id)
         logprobs = tuple(c.logprobs for c in kept if c.logprobs is not None)
-        return ChunkResult(tuple(c.token_id for c in kept), logprobs or None)
+        return ChunkResult(tuple(c.token_id for c in kept), logprobs or None, scores)
 
     def _token(self, chunk: Chunk, index: int) -> Tensor:
         """Logits [1, V] behind one token."""

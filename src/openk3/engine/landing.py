@@ -16,7 +16,10 @@ def land(row: Row, result: ChunkResult, memory: Memory, max_context: int) -> Out
         return Output(name, (), "error", cached_tokens=seq.cached_tokens, error=result.error)
     computed = seq.computed + row.count
     assert bool(new_ids) == (computed == len(seq.ids)), f"{len(new_ids)} ids from {row}"
-    reason = None
+    reason = scores = None
+    seq.scores += result.prompt_logprobs[max(0, len(seq.scores) - seq.computed) :]
+    if new_ids and not seq.output and seq.request.params.prompt_logprobs is not None:
+        scores = tuple(seq.scores)
     if new_ids:
         computed += len(new_ids) - 1
         new_ids, reason = cut(seq, new_ids, max_context)
@@ -27,7 +30,9 @@ def land(row: Row, result: ChunkResult, memory: Memory, max_context: int) -> Out
     if not new_ids or seq.aborted:
         return None
     logprobs = result.logprobs[: len(new_ids)] if result.logprobs else None
-    return Output(seq.request.id, new_ids, reason, logprobs, seq.cached_tokens)
+    return Output(
+        seq.request.id, new_ids, reason, logprobs, seq.cached_tokens, prompt_logprobs=scores
+    )
 
 
 def cut(

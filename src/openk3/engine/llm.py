@@ -47,6 +47,8 @@ class Answer:
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """One for each id, if asked for."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the prompt's tokens from the second on, if asked for."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
@@ -230,5 +232,6 @@ def _note(answer: Answer, choice: Choice, part: Part) -> None:
         raise BackendError(f"generation failed: {part.error}")
     answer.ids += part.ids
     answer.logprobs += part.logprobs
+    answer.prompt_logprobs += part.prompt_logprobs
     answer.finish_reason = part.finish_reason
     answer.cached_tokens = choice.cached_tokens

@@ -91,6 +91,12 @@ class Chunk:
     samples: bool = True
     """Whether the last token is the sequence's last known one, so that a next one is chosen."""
 
+    def scored(self) -> tuple[int, ...]:
+        """Ids of the prompt behind each token of the chunk, if their odds are asked for."""
+        if self.request.params.prompt_logprobs is None or self.output_ids:
+            return ()
+        return self.request.prompt_ids[self.start + 1 : self.start + len(self.token_ids) + 1]
+
 
 @dataclass(frozen=True)
 class StepPlan:
@@ -108,6 +114,8 @@ class ChunkResult:
 
     new_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """If asked for, of the prompt's tokens at positions start + 1 .. start + len(token_ids)."""
     error: str | None = None
     """This request cannot go on (its logits are not finite); others are not concerned."""
 

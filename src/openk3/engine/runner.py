@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,7 +17,7 @@ from openk3.engine.native import native_passes
 from openk3.engine.paged import PagedSequence
 from openk3.engine.pictures import Pictures, expand
 from openk3.engine.plan import UNKNOWN, Chunk, ChunkResult, Prompt, Results, StepPlan
-from openk3.engine.sampling import Choice, Chosen, Row, on_device, start_choosing
+from openk3.engine.sampling import Choice, Chosen, Row, Scores, on_device, start_choosing
 from openk3.engine.types import EngineConfig, Request
 from openk3.model import two_phase
 from openk3.model.k3 import K3
@@ -121,17 +122,32 @@ class ModelRunner:
         chosen = start_choosing(logits, rows, self.config.seed) if rows else None
         if chosen is not None:
             self._remember(chosen, (*decode, *prefill))
+        scores = self._scores(prefill, hidden)
 
         def results() -> Sequence[ChunkResult]:
             choices = iter(chosen.wait() if chosen else [])
             found = {c.slot: self._result(c, c.slot in behind, choices) for c in decode}
             found |= {c.slot: self._result(c, False, choices) for c in prefill}
+            for slot, score in scores.items():
+                found[slot] = replace(found[slot], prompt_logprobs=score.wait())
             if self._drafts is not None:
                 ends = [_standing(c, found[c.slot]) for c in (*decode, *prefill)]
                 self._drafts.keep((*decode, *prefill), ends, hidden, batch.firsts(decode, prefill))
             return [found[chunk.slot] for chunk in chunks]
 
         return results
+
+    def _scores(self, prefill: Sequence[Chunk], hidden: Tensor) -> dict[int, Scores]:
+        """By slot, what is asked of the chunks' own tokens, which end a packed row [N, d]."""
+        found: dict[int, Scores] = {}
+        end = len(hidden)
+        for chunk in reversed(prefill):
+            begin = end = end - len(chunk.token_ids)
+            ids, top = chunk.scored(), chunk.request.params.prompt_logprobs
+            if ids and top is not None:
+                own = hidden[begin : begin + len(ids)]
+                found[chunk.slot] = Scores(own, self.model.lm_head, ids, top)
+        return found
 
     def _remember(self, chosen: Chosen, chunks: Sequence[Chunk]) -> None:
         """Keep the tokens where a step that is launched before they are known finds them."""

@@ -9,7 +9,7 @@ Legend: R rows (positions to sample), V vocabulary.
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -227,7 +227,10 @@ class _Logprobs:
 
 
 def _logprobs(raw: Tensor, chosen: Tensor, rows: Sequence[Row]) -> _Logprobs | None:
-    wanted = [row.request.params.logprobs for row in rows]
+    return _of(raw, chosen, [row.request.params.logprobs for row in rows])
+
+
+def _of(raw: Tensor, chosen: Tensor, wanted: list[int | None]) -> _Logprobs | None:
     most = max((w for w in wanted if w is not None), default=None)
     if most is None:
         return None
@@ -235,3 +238,32 @@ def _logprobs(raw: Tensor, chosen: Tensor, rows: Sequence[Row]) -> _Logprobs | N
     own = logp.gather(-1, chosen[:, None])[:, 0]
     values, ids = logp.topk(min(most, raw.shape[1]))
     return _Logprobs(to_host(own), to_host(values), to_host(ids), wanted)
+
+
+SCORED_AT_ONCE = 256
+"""Positions of a prompt whose logits are held together."""
+
+
+class Scores:
+    """Log-probabilities of given tokens, on their way to the host."""
+
+    def __init__(
+        self, hidden: Tensor, head: Callable[[Tensor], Tensor], ids: Sequence[int], top: int
+    ):
+        """head maps hidden states [R, d] to logits [R, V]; ids: the token behind each of them."""
+        targets = on_device(list(ids), hidden.device, torch.int64)
+        self._parts: list[_Logprobs | None] = []
+        for first in range(0, len(ids), SCORED_AT_ONCE):
+            here = slice(first, first + SCORED_AT_ONCE)
+            own = targets[here]
+            self._parts.append(_of(head(hidden[here]).float(), own, [top] * len(own)))
+        self._landed = torch.cuda.Event() if hidden.is_cuda else None
+        if self._landed is not None:
+            self._landed.record()
+
+    def wait(self) -> tuple[TokenLogprobs, ...]:
+        """One for each id."""
+        if self._landed is not None:
+            self._landed.synchronize()
+        found = (one for part in self._parts if part for one in part.read())
+        return tuple(one for one in found if one is not None)

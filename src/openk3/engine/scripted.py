@@ -168,14 +168,15 @@ class ScriptedRunner:
             _expect(chunk.start <= at <= end, chunk, f"checkpoint at {at}")
             for group, page in enumerate(checkpoint.pages):
                 self.memory["pool"][page] = [(group, at, prefix[at])]
+        scores = tuple(TokenLogprobs(-0.01 * i) for i in chunk.scored())
         if request.params.logprobs is None:
-            return ChunkResult(new_ids)
+            return ChunkResult(new_ids, prompt_logprobs=scores)
         top = request.params.logprobs
         logprobs = [
             TokenLogprobs(-0.5, tuple(((i + n) % self.vocab_size, -0.5 - n) for n in range(top)))
             for i in new_ids
         ]
-        return ChunkResult(new_ids, tuple(logprobs))
+        return ChunkResult(new_ids, tuple(logprobs), scores)
 
     def _drafted(self, chunk: Chunk) -> Chunk:
         """A chunk with guesses, two of three right."""

@@ -6,7 +6,7 @@ from openk3.engine.cache.hashing import Chain
 from openk3.engine.cache.store import Holding
 from openk3.engine.drafts import Grams
 from openk3.engine.plan import Prompt
-from openk3.engine.types import Request
+from openk3.engine.types import Request, TokenLogprobs
 
 KEPT_MESSAGES = 3
 """Messages at the head of a prompt whose ends are worth a checkpoint: tools, effort, system."""
@@ -37,6 +37,7 @@ class Sequence:
         "pending",
         "rank",
         "request",
+        "scores",
         "slot",
         "stop_ids",
     )
@@ -59,6 +60,8 @@ class Sequence:
         """Tokens to compute before its first new one, by the last lookup."""
         self.passed = 0
         """How often a later one was admitted because this one lacked pages."""
+        self.scores: list[TokenLogprobs] = []
+        """Of the prompt's tokens behind its first, as far as computed, if asked for."""
         self.cached_tokens = 0
         self.admissions = 0
         self.grams = Grams()
@@ -83,6 +86,12 @@ class Sequence:
     def remaining(self) -> int:
         """Known tokens still to be computed: 1 when decoding."""
         return len(self.ids) - self.computed
+
+    @property
+    def skippable(self) -> int:
+        """Leading tokens whose memory may come from the cache: what is asked of them is known."""
+        wants = self.request.params.prompt_logprobs is not None and not self.output
+        return len(self.scores) if wants else len(self.ids)
 
     @property
     def budget(self) -> int:

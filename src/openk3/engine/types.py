@@ -45,6 +45,8 @@ class SamplingParams:
     """Added to the logits of these ids."""
     logprobs: int | None = None
     """How many alternatives to report with each token; None reports no probabilities."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens, from the second on; the prompt is then computed whole."""
     stop_ids: tuple[int, ...] = ()
     """Ids that end a request (they are the last of its output), besides the model's end id."""
     ignore_eos: bool = False
@@ -63,6 +65,11 @@ class SamplingParams:
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "within [-2, 2]"),
             ("repetition_penalty", 0 < self.repetition_penalty <= 10, "within (0, 10]"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 64, "within [0, 64]"),
+            (
+                "prompt_logprobs",
+                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 64,
+                "within [0, 64]",
+            ),
             ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
         ):
             if not good:
@@ -118,6 +125,8 @@ class Output:
     """Prompt tokens that were not computed, because the prefix cache held them."""
     error: str | None = None
     """Why, when finish_reason is "error"."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """With the first new token, if asked for: of the prompt's tokens behind its first."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -15,6 +16,7 @@ from openk3.api.openai.state import Serving
 from openk3.engine.chat import Prompt, text_prompt
 from openk3.engine.choice import Part
 from openk3.engine.text_stream import TextReader
+from openk3.engine.types import TokenLogprobs
 from openk3.errors import OpenK3Error
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -32,18 +34,18 @@ def units(state: Serving, body: CompletionBody) -> list[Unit]:
     """The choices that a body asks for; blocking. Raises ApiError."""
     if body.suffix:
         raise bad("is not supported", "suffix")
-    if body.echo and body.logprobs is not None:
-        raise bad("log-probabilities of the prompt are not supported", "echo")
     prompts = _prompts(state, body)
     if len(prompts) * (body.n or 1) > MAX_CHOICES:
         raise bad(f"more than {MAX_CHOICES} choices", "prompt")
     found = []
     try:
-        wanted = body.max_tokens or DEFAULT_MAX_TOKENS
+        wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
         for prompt in prompts:
             state.require_room(prompt.num_tokens)
             for i in range(body.n or 1):
                 params = prepare.sampling(state, body, prompt.num_tokens, wanted, body.logprobs, i)
+                if body.echo:
+                    params = replace(params, prompt_logprobs=body.logprobs)
                 found.append(Unit(prompt, params, TextReader(state.tokenizer, body.stops)))
     except OpenK3Error as error:
         raise as_api_error(error) from None
@@ -78,7 +80,7 @@ class Texts:
         number = len(self._generation.choices)
         texts = [self._echo(i) for i in range(number)]
         parts: list[list[Part]] = [[] for _ in range(number)]
-        async for part in self._generation.parts():
+        async for part in self._parts():
             texts[part.index] += _text(part)
             parts[part.index].append(part)
         choices = [
@@ -86,14 +88,14 @@ class Texts:
              "finish_reason": parts[i][-1].finish_reason}
             for i in range(number)
         ]  # fmt: skip
-        return {**self._head(), "choices": choices, "usage": self._generation.usage().openai()}
+        return {**self._head(), "choices": choices, "usage": self._usage()}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Chunks. Usage comes with the last choice's end, or, asked for, after it."""
         left = len(self._generation.choices)
         echoed: set[int] = set()
         waiting: dict[int, list[Part]] = {}
-        async for part in self._generation.parts():
+        async for part in self._parts():
             waiting.setdefault(part.index, []).append(part)
             text = _text(part)
             if part.index not in echoed:
@@ -107,10 +109,10 @@ class Texts:
             chunk = {**self._head(), "choices": [choice]}
             left -= part.finish_reason is not None
             if left == 0 and self._body.include_usage is None:
-                chunk["usage"] = self._generation.usage().openai()
+                chunk["usage"] = self._usage()
             yield event(chunk)
         if self._body.include_usage:
-            usage = self._generation.usage().openai()
+            usage = self._usage()
             yield event({**self._head(), "choices": [], "usage": usage})
         yield event("[DONE]")
 
@@ -121,11 +123,27 @@ class Texts:
         ids = self._generation.units[index].prompt.ids
         return self._state.tokenizer.decode(ids) if self._body.echo else ""
 
+    async def _parts(self) -> AsyncGenerator[Part, None]:
+        """The generation's; nothing of what it made where the prompt alone is wanted."""
+        async for part in self._generation.parts():
+            if self._body.max_tokens == 0 and part.finish_reason in ("length", "stop"):
+                part = replace(part, deltas=[], ids=(), logprobs=(), finish_reason="length")
+            yield part
+
+    def _usage(self) -> dict[str, object]:
+        usage = self._generation.usage()
+        if self._body.max_tokens == 0:
+            usage = replace(usage, completion_tokens=0)
+        return usage.openai()
+
     def _logprobs(self, index: int, parts: list[Part]) -> dict[str, Any] | None:
         if self._body.logprobs is None:
             return None
         ids = [token_id for part in parts for token_id in part.ids]
-        found = [one for part in parts for one in part.logprobs]
+        found: list[TokenLogprobs | None] = [one for part in parts for one in part.logprobs]
+        if self._body.echo and index not in self._offsets:
+            ids = [*self._generation.units[index].prompt.ids, *ids]
+            found = [None, *(one for part in parts for one in part.prompt_logprobs), *found]
         offset = self._offsets.get(index, 0)
         written = logprobs.legacy(self._state.tokenizer, ids, found, offset)
         self._offsets[index] = offset + sum(map(len, written["tokens"]))

@@ -43,16 +43,23 @@ def chat(
 
 
 def legacy(
-    tokenizer: Tokenizer, ids: Iterable[int], found: Iterable[TokenLogprobs], offset: int
+    tokenizer: Tokenizer, ids: Iterable[int], found: Iterable[TokenLogprobs | None], offset: int
 ) -> dict[str, Any]:
-    """`choices[].logprobs` of /v1/completions; `offset` is where the text of the first begins."""
-    tokens, offsets, values, tops = [], [], [], []
+    """`choices[].logprobs` of /v1/completions; `offset` is where the text of the first begins.
+
+    A prompt's first token has no probability: null."""
+    tokens, offsets = [], []
+    values: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
     for token_id, one in zip(ids, found, strict=True):
         text = _bytes(tokenizer, token_id).decode("utf-8", "replace")
         tokens.append(text)
         offsets.append(offset)
         offset += len(text)
-        values.append(clipped(one.chosen))
+        values.append(None if one is None else clipped(one.chosen))
+        if one is None:
+            tops.append(None)
+            continue
         named = {_bytes(tokenizer, i).decode("utf-8", "replace"): clipped(v) for i, v in one.top}
         tops.append(named)
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops,

@@ -39,7 +39,7 @@ class Sampling(AnswerBody):
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, gt=0, le=10)
     logit_bias: dict[str, float] | None = None
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=0)
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
@@ -49,6 +49,8 @@ class Sampling(AnswerBody):
     def _options(self) -> "Sampling":
         if not isinstance(self.include_usage, (bool, type(None))):
             raise ValueError("stream_options.include_usage must be true or false")
+        if self.max_tokens == 0 and not getattr(self, "echo", None):
+            raise ValueError("max_tokens must be at least 1; 0 only where a prompt is echoed")
         return self
 
     @property

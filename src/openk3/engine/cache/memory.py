@@ -69,7 +69,7 @@ class Memory:
 
     def lookup(self, seq: "Sequence") -> Hit:
         """The longest prefix of the sequence's known tokens with latents and states."""
-        limit = (len(seq.ids) - 1) // self.block
+        limit = min(len(seq.ids) - 1, seq.skippable) // self.block
         if not self.enabled or limit <= 0:
             return Hit()
         seq.chain.extend(seq.ids, len(seq.ids))
