@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from openk3.ops.moe import expert_mlp, situ_glu
+from openk3.errors import InputError
+from openk3.ops.moe import expert_mlp, route, situ_glu
+from openk3.ops.norm import rms_norm
 
 F64 = torch.float64
 
@@ -48,3 +50,29 @@ def test_situ_gradients_and_bound(beta2):
     assert torch.autograd.gradcheck(lambda g, u: situ_glu(g * 5, u * 30, 4.0, beta2), (gate, up))
     if beta2 is not None:
         assert situ_glu(torch.full((1,), 1e4), torch.full((1,), 1e4)).item() == pytest.approx(100)
+
+
+def test_wrong_shapes_are_refused():
+    x, ids, weights = torch.zeros(3, 8), torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2)
+    w1, w2 = torch.zeros(4, 6, 8), torch.zeros(4, 8, 6)
+    assert expert_mlp(x, ids, weights, w1, w1, w2).shape == (3, 8)
+    for bad in (
+        (x[:, :4], ids, weights, w1, w1, w2),
+        (x[:2], ids, weights, w1, w1, w2),
+        (x, ids, weights[:, :1], w1, w1, w2),
+    ):
+        with pytest.raises(InputError, match=r"must be \[T, 8\]"):
+            expert_mlp(*bad)
+    for bad in ((x, ids, weights, w1, w1[:3], w2), (x, ids, weights, w1, w1, w1)):
+        with pytest.raises(InputError, match=r"\[E, L, F\]"):
+            expert_mlp(*bad)
+    with pytest.raises(InputError, match="alike"):
+        situ_glu(x, x[:2])
+    with pytest.raises(InputError, match="alike"):
+        situ_glu(x, x.double())
+    with pytest.raises(InputError, match=r"\[E, d\]"):
+        route(x, torch.zeros(4, 7), torch.zeros(4), 2)
+    with pytest.raises(InputError, match="between 1 and"):
+        route(x, torch.zeros(4, 8), torch.zeros(4), 4)
+    with pytest.raises(InputError, match="width of x"):
+        rms_norm(x, torch.zeros(7), 1e-5)

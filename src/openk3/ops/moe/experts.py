@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from openk3.errors import InputError
 from openk3.ops import mx
 from openk3.ops.backends import triton_or_reference
 from openk3.ops.moe.situ import situ_glu
@@ -148,9 +149,20 @@ def expert_mlp(
     """sum_j weights[t, j] * w2(SiTU(w1 x_t, w3 x_t)) over each token's experts (eq. 11).
 
     x [T, L]; ids, weights [T, k]; w1, w3 [E, F, L], w2 [E, L, F]. Accumulated in float32, returned
-    [T, L] in x's dtype. Raises BackendError.
+    [T, L] in x's dtype. Raises InputError, BackendError.
     """
     num_experts, inner, latent = w1.shape
+    fits = x.ndim == 2 and x.shape[1] == latent and ids.shape == weights.shape
+    if not fits or ids.ndim != 2 or ids.shape[0] != x.shape[0]:
+        raise InputError(
+            f"x {list(x.shape)}, ids {list(ids.shape)}, weights {list(weights.shape)} must be "
+            f"[T, {latent}], [T, k], [T, k]"
+        )
+    if w3.shape != w1.shape or w2.shape != (num_experts, latent, inner):
+        raise InputError(
+            f"w3 {list(w3.shape)} and w2 {list(w2.shape)} do not match w1 [E, F, L] = "
+            f"{list(w1.shape)}: they must be [E, F, L] and [E, L, F]"
+        )
     facts = {"dtype": x.dtype, "num_experts": num_experts, "widths": (latent, inner)}
     chosen = BACKENDS.resolve(backend, device=x.device, **facts)
     return chosen.load()(x, ids, weights, w1, w3, w2, beta1, beta2)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from openk3.errors import InputError
 from openk3.ops.backends import triton_or_reference
 from openk3.ops.precision import wide_dtype
 from openk3.ops.triton_support import triton_runs
@@ -61,10 +62,19 @@ def route(
 ) -> Routing:
     """Choose experts by score + bias, weigh them by score alone, all in float32.
 
-    x [T, d], weight [E, d], bias [E] float32 (used for the choice only). Raises BackendError.
+    x [T, d], weight [E, d], bias [E] float32 (used for the choice only). Raises InputError,
+    BackendError.
     """
+    num_experts = weight.shape[0]
+    if x.ndim != 2 or weight.shape[1:] != x.shape[1:] or bias.shape != (num_experts,):
+        raise InputError(
+            f"x {list(x.shape)}, weight {list(weight.shape)}, bias {list(bias.shape)} must be "
+            "[T, d], [E, d], [E]"
+        )
+    if not 1 <= top_k < num_experts:
+        raise InputError(f"top_k {top_k} must be between 1 and E - 1 = {num_experts - 1}")
     dtype = x.dtype if x.dtype == weight.dtype else torch.promote_types(x.dtype, weight.dtype)
-    chosen = BACKENDS.resolve(backend, device=x.device, dtype=dtype, num_experts=weight.shape[0])
+    chosen = BACKENDS.resolve(backend, device=x.device, dtype=dtype, num_experts=num_experts)
     return chosen.load()(x, weight, bias, top_k, scaling_factor)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openk3.errors import InputError
 from openk3.ops.backends import triton_or_reference
 from openk3.ops.triton_support import row_kernel_runs
 
@@ -29,8 +30,12 @@ def situ_glu(
     """beta1 tanh(gate / beta1) sigmoid(gate) * beta2 tanh(up / beta2), in float32, cast back once.
 
     gate, up [..., n] of one dtype. beta2 None leaves `up` uncapped. |result| <= beta1 beta2.
-    Raises BackendError.
+    Raises InputError, BackendError.
     """
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise InputError(
+            f"gate {list(gate.shape)} {gate.dtype} and up {list(up.shape)} {up.dtype} must be alike"
+        )
     facts = {"device": gate.device, "dtype": gate.dtype, "dim": gate.shape[-1]}
     return BACKENDS.resolve(backend, **facts).load()(gate, up, beta1, beta2)
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from openk3.errors import InputError
 from openk3.ops.backends import triton_or_reference
 from openk3.ops.norm.reference import (
     gated_head_norm,
@@ -28,7 +29,10 @@ BACKENDS = triton_or_reference("norm", row_kernel_runs, _triton, lambda: rms_nor
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: str | None = None) -> Tensor:
     """The text model's RMSNorm: normalise in float32, cast back, then multiply by `weight`.
 
-    x [..., d] any float dtype, weight [d]; returns x's shape and dtype. Raises BackendError.
+    x [..., d] any float dtype, weight [d]; returns x's shape and dtype. Raises InputError,
+    BackendError.
     """
+    if weight.shape != x.shape[-1:]:
+        raise InputError(f"weight {list(weight.shape)} must be [{x.shape[-1]}], the width of x")
     chosen = BACKENDS.resolve(backend, device=x.device, dtype=x.dtype, dim=x.shape[-1])
     return chosen.load()(x, weight, eps)
