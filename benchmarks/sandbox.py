@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from openk3.sandbox import Limits, Pool, Sandbox
+from openk3.sandbox import Limits, Pool, Sandbox, SnapshotInfo
 from openk3.sandbox.engines import find
 
 PUBLISHED = {"pause": "133", "resume to first answer": "49"}
@@ -57,8 +57,11 @@ async def _answer(box: Sandbox) -> None:
     assert result.stdout == "hello\n", result
 
 
-async def measure(make: Callable[..., Awaitable[Sandbox]], repeat: int, clock: Clock) -> None:
-    """The life of `repeat` sandboxes, then one fork of eight, one 50 MB stream."""
+async def measure(
+    make: Callable[..., Awaitable[Sandbox]], repeat: int, clock: Clock
+) -> list[SnapshotInfo]:
+    """The life of `repeat` sandboxes, then forks of eight, one 50 MB stream; the snapshots made."""
+    saved: list[SnapshotInfo] = []
 
     async def born() -> Sandbox:
         box = await make()
@@ -75,7 +78,7 @@ async def measure(make: Callable[..., Awaitable[Sandbox]], repeat: int, clock: C
         await asyncio.sleep(0.2)
         await clock.time("pause", box.pause)
         await clock.time("resume to first answer", lambda box=box: back(box))
-        await clock.time("snapshot", box.snapshot)
+        saved.append(await clock.time("snapshot", box.snapshot))
         await clock.time("kill", box.kill)
     box = await make()
     for _ in range(max(1, repeat // 5)):
@@ -92,6 +95,7 @@ async def measure(make: Callable[..., Awaitable[Sandbox]], repeat: int, clock: C
     await clock.time("stream of 50 MB", lambda: stream)
     assert digest.digest() == hashlib.sha256(bytes(50_000_000)).digest(), "bytes were lost"
     await box.kill()
+    return saved
 
 
 async def beside_bombs(pool: Pool, backend: str, repeat: int, clock: Clock) -> None:
@@ -171,7 +175,8 @@ async def remote(repeat: int) -> Clock | None:
     async def make() -> Sandbox:
         return await Sandbox.create(os.environ.get("E2B_TEMPLATE", "base"), backend="agentenv")
 
-    await measure(make, repeat, clock)
+    for saved in await measure(make, repeat, clock):
+        await Sandbox.delete_snapshot(saved.id, backend="agentenv")
     return clock
 
 

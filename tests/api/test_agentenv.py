@@ -74,6 +74,9 @@ async def _exercise() -> None:
     saved = await box.snapshot()
     other = await Sandbox.create(saved.id, timeout=600)
     assert other.id in [row.id for row in await Sandbox.list()]
+    await Sandbox.delete_snapshot(saved.id)
+    with pytest.raises(NotFoundError):
+        await Sandbox.delete_snapshot(saved.id)
     for each in (copy, other, box):
         assert await each.kill()
         assert not await each.kill()

@@ -78,17 +78,17 @@ def test_reported_clock_is_right_after_a_pause(aio, fresh):
     aio.run(go())
 
 
-def test_reported_command_right_after_each_of_ten_resumes(aio, pool, fresh):
+def test_reported_command_right_after_each_of_twenty_resumes(aio, pool, fresh):
     """A connection of an earlier generation, used again at once, must not stall or fail."""
 
     async def go() -> None:
         other = await Sandbox.connect(fresh.id, pool=pool)
-        for cycle in range(10):
+        for cycle in range(20):
             await other.run(f"echo {cycle} >> log")
             await fresh.pause()
             await fresh.resume()
             assert (await fresh.run("tail -1 log")).stdout == f"{cycle}\n"
-        assert (await other.run("wc -l < log")).stdout == "10\n"
+        assert (await other.run("wc -l < log")).stdout == "20\n"
         await other.close()
 
     aio.run(go())
@@ -136,6 +136,26 @@ def test_reported_running_command_streams_on_through_snapshot_and_fork(aio, fres
         await fresh.run("touch go")
         lines = (await streaming).stdout.split()
         assert lines == [f"L{n}" for n in range(1, len(lines))] + ["end"]
+
+    aio.run(go())
+
+
+def test_reported_command_stuck_in_a_write_goes_on_after_snapshot_and_fork(aio, fresh):
+    """Nobody reads, the pipe is full, and the machine is saved in that very moment."""
+    count = 3_000_000
+
+    async def go() -> None:
+        job = await fresh.start(f"yes | head -c {count}; echo end >&2", detach=True, tag="w")
+        while (await fresh.run("cat /proc/$(pgrep -x head)/stat | cut -d' ' -f3")).stdout != "S\n":
+            await asyncio.sleep(0.02)
+        (copy,) = await fresh.fork(1)
+        rest = await (await copy.attach(tag="w")).wait()
+        assert (rest.exit_code, rest.stderr) == (0, "end\n")
+        assert set(rest.stdout) == {"y", "\n"}
+        await copy.kill()
+        result = await job.wait()
+        assert result.stdout == ("y\n" * count)[:count]
+        assert result.stderr == "end\n"
 
     aio.run(go())
 
@@ -191,7 +211,7 @@ def test_snapshot_is_immutable_and_outlives_its_sandbox(aio, pool, fresh):
             copy = await Sandbox.create(saved.name, pool=pool)  # by name as well as by id
             assert (await copy.run("cat f; ls d/*")).stdout == expected
             await copy.kill()
-            pool.delete_snapshot(saved.id)
+            await Sandbox.delete_snapshot(saved.id, pool=pool)
         with pytest.raises(NotFoundError):
             await Sandbox.create(first.id, pool=pool)
 

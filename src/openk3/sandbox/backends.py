@@ -107,3 +107,13 @@ async def list_all(*, backend: str, pool: Pool | None) -> list[Info]:
         if found.ok:
             rows.append(describe(record, Capabilities(**found.capabilities)))
     return rows
+
+
+async def delete_snapshot(snapshot_id: str, *, backend: str, pool: Pool | None) -> None:
+    """See `Sandbox.delete_snapshot`."""
+    if resolve(backend) == "agentenv":
+        from openk3.sandbox.agentenv import RemoteSandbox
+
+        await RemoteSandbox.forget_snapshot(snapshot_id)
+    else:
+        (pool or default_pool()).delete_snapshot(snapshot_id)

@@ -55,6 +55,13 @@ class Sandbox(ABC):
 
         return await backends.list_all(backend=backend, pool=pool)
 
+    @staticmethod
+    async def delete_snapshot(snapshot_id: str, *, backend: str = "auto", pool: Any = None) -> None:
+        """Sandboxes made from it are unaffected. Raises NotFoundError."""
+        from openk3.sandbox import backends
+
+        await backends.delete_snapshot(snapshot_id, backend=backend, pool=pool)
+
     # -- commands ---------------------------------------------------------------------------
 
     async def start(self, cmd: Command, **options: Any) -> Process:

@@ -69,6 +69,11 @@ class RemoteSandbox(Sandbox):
         return [_info(row) for row in await service.ask("GET", "/v2/sandboxes")]
 
     @classmethod
+    async def forget_snapshot(cls, snapshot_id: str, service: Service | None = None) -> None:
+        """See `Sandbox.delete_snapshot`; the protocol counts snapshots as templates."""
+        await (service or Service()).ask("DELETE", f"/templates/{snapshot_id}")
+
+    @classmethod
     async def _wrap(cls, service: Service, answer: dict[str, Any], user: str) -> "RemoteSandbox":
         detail = await service.ask("GET", f"/sandboxes/{answer['sandboxID']}")
         return cls(service, answer, user, _info(detail))
