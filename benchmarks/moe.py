@@ -61,8 +61,9 @@ def products(clock: Clock, dense: float) -> None:
 def products_of(clock: Clock, stacks: tuple[torch.Tensor, ...], load: str, tokens: int) -> None:
     w13, w1, w3, w2 = stacks
     ids = routing(load, tokens)
-    exact, plan = row_plan.make_plan(ids, E), row_plan.make_plan(ids, E, align=64)
     rows = ids.numel()
+    shape = default_choice(ids.device, rows / E, training=True).shape
+    exact, plan = row_plan.make_plan(ids, E), row_plan.make_plan(ids, E, align=64, shape=shape)
     peak = int(exact.counts.max()) * E / rows
     waste = float(((exact.counts + 127) // 128 * 128).sum()) / rows - 1
     print(f"{load}, {rows} rows, peak {peak:.1f}x, waste of 128-row tiles {waste:.0%}")
@@ -71,6 +72,7 @@ def products_of(clock: Clock, stacks: tuple[torch.Tensor, ...], load: str, token
     xe, xp = (row_plan.gather_rows(x, p)[0] for p in (exact, plan))
     de, dp = (row_plan.gather_rows(d_out, p)[0] for p in (exact, plan))
     ae, ap = (torch.randn(t.shape[0], INNER, device="cuda").bfloat16() for t in (xe, xp))
+    be, bp = ae.flip(0), ap.flip(0)
     betas = (4.0, 25.0)
     torch_, ours = grouped.TorchProducts, grouped.TritonProducts
     cases: dict[str, tuple[float, dict[str, Any]]] = {
@@ -86,6 +88,10 @@ def products_of(clock: Clock, stacks: tuple[torch.Tensor, ...], load: str, token
         "d_act": (2 * L * INNER, {
             "grouped_mm": lambda: torch_.rows(de, w2, exact, transposed=False),
             "ours": lambda: ours.rows(dp, w2, plan, transposed=False),
+        }),
+        "dx": (4 * L * INNER, {
+            "grouped_mm": lambda: torch_.sum_of_rows(ae, w1, be, w3, exact),
+            "ours": lambda: ours.sum_of_rows(ap, w1, bp, w3, plan),
         }),
         "d_w2": (2 * L * INNER, {
             "grouped_mm": lambda: torch_.weight_grad(de, ae, exact),
@@ -144,13 +150,9 @@ def routed_of(
         "ours": (ours, (x, p, w1, w3, w2)),
         "grouped_mm, eager": (lambda *a, ids=ids: eager(*a, ids), (x, p, w13, w2)),
     }
-    for name, choice in (
-        ("ours, grouped_mm", Choice()),
-        ("ours, all ours", Choice(True, True, True)),
-        ("ours, rows ours", Choice(False, True, False)),
-        ("ours, all but grads", Choice(True, True, False)),
-    ):
-        calls[name] = (lambda *a, c=choice, f=ours: f(*a, choice=c), (x, p, w1, w3, w2))
+    calls["ours, grouped_mm"] = (
+        lambda *a, f=ours: f(*a, choice=Choice()), (x, p, w1, w3, w2),
+    )  # fmt: skip
     if "liger" in peers and load == "equal":
         if find_spec("liger_kernel") is None:
             print("peer liger: not installed")
@@ -185,8 +187,8 @@ def router(clock: Clock) -> None:
 
 
 def router_of(clock: Clock, num: int) -> None:
-    from openk3.ops.moe.triton_entrance import latent_route_triton, project_both
-    from openk3.ops.moe.triton_router import choose
+    from openk3.ops.moe.triton_entrance import latent_route_triton
+    from openk3.ops.moe.triton_router import choose, router_logits
 
     x = torch.randn(T, D, device="cuda").bfloat16()
     w = (torch.randn(num, D, device="cuda") * D**-0.5).bfloat16()
@@ -195,8 +197,7 @@ def router_of(clock: Clock, num: int) -> None:
     counts = torch.zeros(num, 1000, dtype=torch.int32, device="cuda")
     logits = torch.randn(T, num, device="cuda")
     calls = {
-        "two products": lambda: project_both(x, w, down, fused=False),
-        "one kernel": lambda: project_both(x, w, down, fused=True),
+        "two products": lambda: (router_logits(x, w), x @ down.T),
         "choice": lambda: choose(logits, bias, TOP_K, 1.0),
         "choice, histogram": lambda: choose(logits, bias, TOP_K, 1.0, counts),
         "torch topk": lambda: (logits.sigmoid() + bias).topk(TOP_K + 1),

@@ -10,6 +10,7 @@ from openk3.model.moe import LatentMoE
 from openk3.model.ports import Context
 from openk3.ops import mx
 from openk3.ops.moe import count_margins, expert_mlp, route, situ_glu
+from openk3.ops.moe.row_plan import Shape
 
 pytestmark = pytest.mark.gpu
 BF16 = 6e-3  # a few roundings of 2^-9 in series
@@ -17,6 +18,7 @@ CHOICES = {
     "grouped_mm": {},
     "ours": {"fused_situ": True, "triton_rows": True, "triton_grads": True},
 }
+CHOICES["ours, tall"] = {**CHOICES["ours"], "shape": Shape((0.5, 0.7, 1.0))}
 
 
 def normal(*shape, seed=0, dtype=torch.bfloat16, scale=1.0):
@@ -84,6 +86,13 @@ def test_experts_with_uneven_counts(choice, counts):
         if count == 0:
             assert not d_w13[expert].any()
             assert not d_w2[expert].any()
+
+
+@pytest.mark.parametrize("choice", ["ours", "ours, tall"])
+def test_more_tiles_than_the_chip_runs_at_once(choice):
+    """Tiles of all heights, handed out as programs ask for them: the same bits every time."""
+    counts = [1170, 0, 640, 1, 449, 2000, 65, 193]
+    check_experts(spread(counts), len(counts), CHOICES[choice], latent=1024, inner=1088)
 
 
 @pytest.mark.parametrize("choice", CHOICES)

@@ -37,7 +37,7 @@ class Router(nn.Module):
         self.register_buffer("load", torch.zeros(num, dtype=torch.int64), persistent=False)
 
     def forward(self, x: Tensor, down: Tensor, valid: Tensor | None) -> moe.LatentRouting:
-        """x [T, d] and the latent projection down [L, d], made from the same reading of x."""
+        """x [T, d] and the latent projection down [L, d]: routing, and the latent beside it."""
         count = self.training and not _in_backward()
         routing = moe.latent_route(
             x, self.weight, down, self.e_score_correction_bias, self.top_k, self.scaling,

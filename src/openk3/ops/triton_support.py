@@ -13,6 +13,17 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+@cache
+def has_gluon() -> bool:
+    return has_triton() and importlib.util.find_spec("triton.experimental.gluon") is not None
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of an NVIDIA GPU; (0, 0) of other devices."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
 def triton_runs(device: torch.device, **_: Any) -> tuple[bool, str]:
     """(usable, reason): Triton is importable and the tensors are on an NVIDIA GPU."""
     if device.type != "cuda":

@@ -115,39 +115,70 @@ def test_plan_is_a_stable_bijection(align):
     assert torch.equal(plan.row_pair[plan.row_of_pair.long()].long(), torch.arange(flat.numel()))
 
 
-def test_tiles_cover_every_row_once_largest_expert_first():
-    ids = spread([70, 0, 300, 129])
-    plan = row_plan.make_plan(ids, 4, align=64)
-    tiles = plan.tiles
-    num_big, num_small = tiles.num_tiles.tolist()
+SHAPES = {
+    "two high": row_plan.Shape((0.6, 1.0), 4),
+    "three high": row_plan.Shape((0.5, 0.7, 1.0)),
+    "low tiles are dear": row_plan.Shape((0.9, 0.95, 1.0)),
+    "one high": row_plan.Shape((1.0,), 3),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("counts", [[70, 0, 300, 129], [0, 1, 0, 0], [1170, 64, 192, 257, 2, 500]])
+def test_tiles_cover_every_row_once_largest_expert_first(shape, counts):
+    num = len(counts)
+    plan = row_plan.make_plan(spread(counts), num, align=64, shape=SHAPES[shape])
+    used = int(plan.tiles.num_tiles)
+    experts, codes, groups = (t[:used].tolist() for t in plan.tiles[:3])
     covered = torch.zeros(plan.num_rows, dtype=torch.int32)
-    owner = torch.full((plan.num_rows,), -1)
-    for count, size, experts, rows in (
-        (num_big, 128, tiles.big_expert, tiles.big_row),
-        (num_small, 64, tiles.small_expert, tiles.small_row),
-    ):
-        for expert, row in zip(experts[:count].tolist(), rows[:count].tolist(), strict=True):
-            covered[row : row + size] += 1
-            owner[row : row + size] = expert
+    for expert, code in zip(experts, codes, strict=True):
+        row, height = code // 64 * 64, code % 64
+        assert 1 <= height <= len(SHAPES[shape].heights)
+        covered[row : row + 64 * height] += 1
+        assert int(plan.starts[expert]) <= row
+        assert row + 64 * height <= int(plan.ends[expert])
     assert (covered[: int(plan.last_row)] == 1).all()
     assert (covered[int(plan.last_row) :] == 0).all()
-    for expert in range(4):
-        assert (owner[int(plan.starts[expert]) : int(plan.ends[expert])] == expert).all()
-    assert plan.order.tolist() == [2, 3, 0, 1]
-    assert tiles.big_expert[:num_big].tolist() == [2, 2, 3, 0]
+    order = sorted(range(num), key=lambda e: -counts[e])
+    assert plan.order.tolist() == order
+    assert experts == sorted(experts, key=order.index)
+    for i, code in enumerate(groups):
+        first, size = code // 64, code % 64
+        assert first <= i < first + size <= used
+        assert size <= SHAPES[shape].group
+        assert {experts[j] for j in range(first, first + size)} == {experts[i]}
+        assert {groups[j] for j in range(first, first + size)} == {code}
+
+
+def test_the_cheapest_tiles_are_chosen():
+    def split(heights):
+        return [
+            [number >> 3 * h & 7 for h in range(1, len(heights) + 1)]
+            for number in row_plan.best_splits(heights)
+        ]
+
+    assert split((0.6, 1.0)) == [[0, 0], [1, 0], [0, 1], [1, 1]]
+    assert split((0.5, 0.7, 1.0))[4:] == [[0, 2, 0], [0, 1, 1]]
+    assert split((0.5, 0.9, 1.0))[4:] == [[1, 0, 1], [0, 1, 1]]
 
 
 def test_measured_choices_and_refusals():
     from openk3.errors import BackendError
-    from openk3.ops.moe.costs import COSTS, costs_of
+    from openk3.ops.moe.costs import costs_of, measured
 
+    for costs in measured().values():
+        for choices in costs:
+            assert choices[0][0] == 0
+            assert [start for start, _ in choices] == sorted({start for start, _ in choices})
+            for _, choice in choices:
+                heights = choice.shape.heights
+                assert 1 <= len(heights) <= 3
+                assert heights[-1] == 1
+                assert list(heights) == sorted(heights)
     h200 = costs_of("NVIDIA H200")
     assert h200.choose(64, training=True).fused_situ
-    assert not h200.choose(1170, training=True).fused_situ
-    assert h200.choose(1170, training=False).fused_situ
+    assert h200.choose(1170, training=False).align == 64
     assert costs_of("another GPU").choose(64, training=True) == routed.Choice()
-    for costs in COSTS.values():
-        assert 0.5 < costs.small < 1, "else the planner's tiles are not the cheapest"
     inputs, _ = case(torch.zeros(1, 1, dtype=torch.int64), 2)
     x, weights, w13, w2 = inputs
     with pytest.raises(BackendError, match="bfloat16"):

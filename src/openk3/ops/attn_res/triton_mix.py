@@ -1,5 +1,8 @@
 """Block AttnRes through the Triton kernels: launches, and the two autograd functions.
 
+Wide rows pass through shared memory on the GPUs that have enough of it (`ring.py`); all others are
+held in registers (`kernels.py`).
+
 Kept for the backward pass are the sources themselves (which exist anyway) and 2 S + 1 float32
 statistics a token; with the fused norm also the mixed row, which a plain residual would keep too.
 """
@@ -11,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from openk3.ops.attn_res import kernels
+from openk3.ops.attn_res import kernels, ring
 from openk3.ops.norm.triton_norm import rms_norm_backward
 from openk3.ops.row_kernels import few_warps, row_layout, row_meta
 from openk3.ops.triton_support import launch, num_sms
@@ -67,15 +70,22 @@ def launch_forward(
     keep_out: bool = True,
     config: Launch | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Flat sources [T, D] -> (mixed, normed, stats [T, 2 S + 1] float32); None if unwanted."""
+    """Flat sources [T, D] -> (mixed, normed, stats [T, 2 S + 1] float32); None if unwanted.
+
+    `config`: the kernel that holds rows in registers, launched so, whatever the rows.
+    """
     first = sources[0]
     tokens, dim = first.shape
-    config = config or forward_launch(len(sources), dim, first.dtype)
     out = torch.empty_like(first) if keep_out else None
     normed = torch.empty_like(first) if out_norm else None
     stats = first.new_empty(tokens, 2 * len(sources) + 1, dtype=torch.float32) if keep else None
     out_weight, out_eps = out_norm or (None, 0.0)
-    if tokens:
+    if tokens and config is None and ring.takes(first):
+        ring.forward(
+            sources, query, norm_weight, eps, out, normed, out_weight, out_eps, stats
+        )  # fmt: skip
+    elif tokens:
+        config = config or forward_launch(len(sources), dim, first.dtype)
         launch(
             kernels.mix_forward, _grid(tokens, config, first.device),
             tuple(sources), query, norm_weight, out, normed, out_weight, stats,
@@ -96,21 +106,26 @@ def launch_backward(
     """(gradients of the sources, of query, of norm_weight); the last two are summed in float32."""
     first = sources[0]
     tokens, dim = first.shape
-    config = config or backward_launch(len(sources), dim, first.dtype)
     grads = tuple(torch.empty_like(v) for v in sources)
     d_query, d_norm = torch.empty_like(query), torch.empty_like(norm_weight)
     if not tokens:
         return grads, d_query.zero_(), d_norm.zero_()
-    grid = _grid(tokens, config, first.device)
-    d_key = first.new_empty(grid[0], dim, dtype=torch.float32)
-    launch(
-        kernels.mix_backward, grid,
-        tuple(sources), grads, query, norm_weight, d_out, stats, d_key, tokens,
-        RESIDENT=config.resident, EVICT="evict_last", **_meta(first, config),
-    )  # fmt: skip
+    in_ring = config is None and ring.takes(first)
+    rows = ring.backward_ring(len(sources), dim) if in_ring else None
+    if rows is not None:
+        d_key = ring.backward(sources, grads, query, norm_weight, d_out, stats, rows)
+    else:
+        config = config or backward_launch(len(sources), dim, first.dtype)
+        grid = _grid(tokens, config, first.device)
+        d_key = first.new_empty(grid[0], dim, dtype=torch.float32)
+        launch(
+            kernels.mix_backward, grid,
+            tuple(sources), grads, query, norm_weight, d_out, stats, d_key, tokens,
+            RESIDENT=config.resident, EVICT="evict_last", **_meta(first, config),
+        )  # fmt: skip
     launch(
         kernels.reduce_key, (-(-dim // 64),),
-        d_key, query, norm_weight, d_query, d_norm, grid[0],
+        d_key, query, norm_weight, d_query, d_norm, d_key.shape[0],
         D=dim, BLOCK=64, PARTS=32, num_warps=4,
     )  # fmt: skip
     return grads, d_query, d_norm

@@ -1,35 +1,40 @@
-"""Measured choices of the routed experts' products, per GPU type (`benchmarks/moe.py --only
-products,routed` prints what an entry is made of).
+"""Measured coefficients of the routed experts' products, per GPU type: `costs.json`.
 
-What the host may decide on is static: the GPU and the number of rows an expert gets on average.
-What depends on the counts of a batch (tile sizes, their order) is decided on the device.
+What the host may decide on is static: the GPU and the number of rows an expert gets on average. It
+chooses whose products run and how high tiles may be. What depends on the counts of a batch, which
+tiles cover an expert's rows and in what order, is decided on the device: the tiles of least total
+time, where a tile of h times 64 rows takes `heights[h - 1]`. `benchmarks/calibrate_moe.py` measures
+an entry and writes it; nothing changes while a program runs.
 """
 
+import json
+from functools import cache
+from importlib.resources import files
 from typing import NamedTuple
+
+from openk3.ops.moe.row_plan import UNIT, Shape
 
 
 class Choice(NamedTuple):
     """Which implementation makes which product; all false: grouped_mm everywhere."""
 
     fused_situ: bool = False
-    """Gate and up as one Triton product with SiTU in its epilogue."""
+    """Gate and up as one product of our kernel with SiTU in its epilogue."""
     triton_rows: bool = False
     """The other products over rows by our kernel."""
     triton_grads: bool = False
     """Weight gradients by our kernel."""
+    shape: Shape = Shape()
 
     @property
     def align(self) -> int:
         """Our kernels want every expert's rows to start at a multiple of 64."""
-        return 64 if any(self) else 1
+        return UNIT if any(self[:3]) else 1
 
 
 class Costs(NamedTuple):
     """Coefficients of one GPU type."""
 
-    small: float
-    """Time of a 64-row tile over that of a 128-row tile. Below 1, remainders of up to 64 rows take
-    one; were it below 0.5, whole experts would."""
     training: tuple[tuple[int, Choice], ...]
     """(rows an expert from which on, choice), rising; forward and backward together."""
     inference: tuple[tuple[int, Choice], ...]
@@ -40,20 +45,27 @@ class Costs(NamedTuple):
         return [c for start, c in choices if start <= rows_per_expert][-1]
 
 
-_ANY_HOPPER = Costs(0.65, ((0, Choice()),), ((0, Choice()),))
+UNMEASURED = Costs(((0, Choice()),), ((0, Choice()),))
 
-COSTS: dict[str, Costs] = {
-    # 64 rows an expert: products 1.11x to 1.26x of grouped_mm, equal and Zipf loads alike; 1170
-    # rows, the routed path: forward 1.03x, 1.12x, 1.14x (equal, Zipf, skewed loads), with backward
-    # 0.95x, 1.01x, 1.00x (torch 2.11, 2026-11-30)
-    "NVIDIA H200": Costs(
-        0.65,
-        training=((0, Choice(True, True, True)), (512, Choice())),
-        inference=((0, Choice(True, True, True)),),
-    ),
-}
+
+@cache
+def measured() -> dict[str, Costs]:
+    """The entries of `costs.json` by GPU name."""
+    text = files("openk3.ops.moe").joinpath("costs.json").read_text(encoding="utf-8")
+    return {gpu: parse_costs(entry) for gpu, entry in json.loads(text).items()}
+
+
+def parse_costs(entry: dict) -> Costs:
+    """An entry's "training" and "inference": lists of {"from", "products", "heights", "group"}."""
+
+    def row(item: dict) -> tuple[int, Choice]:
+        situ, rows, grads = (name in item["products"] for name in ("situ", "rows", "grads"))
+        shape = Shape(tuple(item["heights"]), item["group"])
+        return item["from"], Choice(situ, rows, grads, shape)
+
+    return Costs(*(tuple(map(row, entry[key])) for key in ("training", "inference")))
 
 
 def costs_of(gpu: str) -> Costs:
     """The coefficients of the GPU called `gpu`; of an unmeasured one, grouped_mm everywhere."""
-    return COSTS.get(gpu, _ANY_HOPPER)
+    return measured().get(gpu, UNMEASURED)

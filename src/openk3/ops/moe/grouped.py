@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from openk3.ops.moe import grouped_kernels as kernels
 from openk3.ops.moe import hopper
-from openk3.ops.moe.row_plan import BIG, SMALL, Plan
-from openk3.ops.triton_support import launch, num_sms
+from openk3.ops.moe.row_plan import UNIT, Plan
+from openk3.ops.triton_support import launch, num_sms, power_of_two
 
 
 class Tile(NamedTuple):
@@ -26,14 +26,12 @@ class Tile(NamedTuple):
     bk: int
     num_warps: int
     num_stages: int
-    group: int = 16
     flat: bool = True
-    bm: int = BIG
 
 
 SITU_TILE = Tile(128, 64, 8, 4, flat=False)
-ROWS_TILE = Tile(256, 64, 8, 3, group=8)
-GRAD_TILE = Tile(256, 64, 8, 4, group=8)
+ROWS_TILE = Tile(256, 64, 8, 3)
+GRAD_TILE = Tile(256, 64, 8, 4)
 
 
 def descriptor(x: Tensor, block: tuple[int, int]) -> Any:
@@ -43,12 +41,8 @@ def descriptor(x: Tensor, block: tuple[int, int]) -> Any:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
 
 
-def _classes(plan: Plan, tile: Tile) -> list[tuple[int, int, tuple[Tensor, Tensor, Tensor]]]:
-    """(rows, warps, (experts, rows, count)) of the 128-row and the 64-row tiles."""
-    t = plan.tiles
-    big = (t.big_expert, t.big_row, t.num_tiles[:1])
-    small = (t.small_expert, t.small_row, t.num_tiles[1:])
-    return [(BIG, tile.num_warps, big), (SMALL, max(4, tile.num_warps // 2), small)]
+def _rows_of_tile(plan: Plan) -> int:
+    return UNIT * power_of_two(plan.tallest)
 
 
 def situ_product(
@@ -66,16 +60,16 @@ def situ_product(
     _, inner, latent = w1.shape
     act = x.new_empty(x.shape[0], inner)
     gate_up = x.new_empty(x.shape[0], 2 * inner) if save else None
-    for rows, warps, table in _classes(plan, tile):
-        weights = [descriptor(hopper.one_matrix(w), (tile.bn, tile.bk)) for w in (w1, w3)]
-        launch(
-            kernels.grouped_situ, (num_sms(x.device),),
-            descriptor(x, (rows, tile.bk)), *weights, act, gate_up, *table, beta1, beta2 or 0.0,
-            PITCH=w1.stride(0) // latent, K=latent, N=inner, BM=rows, BN=tile.bn, BK=tile.bk,
-            GROUP=tile.group, SAVE=save,
-            CAP=beta2 is not None, FLAT=tile.flat and x.is_cuda, ASM=x.is_cuda,
-            num_warps=warps, num_stages=tile.num_stages,
-        )  # fmt: skip
+    rows = _rows_of_tile(plan)
+    weights = [descriptor(hopper.one_matrix(w), (tile.bn, tile.bk)) for w in (w1, w3)]
+    launch(
+        kernels.grouped_situ, (num_sms(x.device),),
+        descriptor(x, (rows, tile.bk)), *weights, act, gate_up,
+        tuple(plan.tiles[:3]), plan.tiles.num_tiles, beta1, beta2 or 0.0,
+        PITCH=w1.stride(0) // latent, K=latent, N=inner, BM=rows, BN=tile.bn, BK=tile.bk,
+        SAVE=save, CAP=beta2 is not None, FLAT=tile.flat and x.is_cuda, ASM=x.is_cuda,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
     return act, gate_up
 
 
@@ -92,14 +86,15 @@ def rows_product(
     out = x.new_empty(x.shape[0], out_width) if out is None else out
     block = (tile.bn, tile.bk) if transposed else (tile.bk, tile.bn)
     flat = w.view(num_experts * rows_w, cols_w)
-    for rows, warps, table in _classes(plan, tile):
-        launch(
-            kernels.grouped_rows, (num_sms(x.device),),
-            descriptor(x, (rows, tile.bk)), descriptor(flat, block), out, *table,
-            K=x.shape[1], N=out_width, BM=rows, BN=tile.bn, BK=tile.bk, GROUP=tile.group,
-            TRANSPOSED=transposed, FLAT=tile.flat and x.is_cuda,
-            num_warps=warps, num_stages=tile.num_stages,
-        )  # fmt: skip
+    rows = _rows_of_tile(plan)
+    launch(
+        kernels.grouped_rows, (num_sms(x.device),),
+        descriptor(x, (rows, tile.bk)), descriptor(flat, block), out,
+        tuple(plan.tiles[:3]), plan.tiles.num_tiles,
+        K=x.shape[1], N=out_width, BM=rows, BN=tile.bn, BK=tile.bk,
+        TRANSPOSED=transposed, FLAT=tile.flat and x.is_cuda,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
     return out
 
 
@@ -115,10 +110,10 @@ def weight_grad(
     out = a.new_empty(num_experts, a.shape[1], b.shape[1]) if out is None else out
     launch(
         kernels.grouped_weight_grad, (num_sms(a.device),),
-        descriptor(a, (tile.bk, tile.bm)), descriptor(b, (tile.bk, tile.bn)), out,
+        descriptor(a, (tile.bk, 2 * UNIT)), descriptor(b, (tile.bk, tile.bn)), out,
         plan.order, plan.starts, plan.ends,
-        M=a.shape[1], N=b.shape[1], E=num_experts, BM=tile.bm, BN=tile.bn, BK=tile.bk,
-        GROUP=tile.group, ZERO=zero, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        M=a.shape[1], N=b.shape[1], E=num_experts, BM=2 * UNIT, BN=tile.bn, BK=tile.bk,
+        GROUP=8, ZERO=zero, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out
 

@@ -2,8 +2,8 @@
 
 Every expert's rows start at a multiple of 64 and are padded with zero rows, so that tiles never
 straddle two experts and the weight gradient needs no mask. A table of row tiles, made on the device
-(`schedule_kernels.py`), tells each persistent program its expert and rows; nothing depends on
-counts the host would have to know.
+(`permute_kernels.py`), tells each persistent program its expert and rows; nothing depends on counts
+the host would have to know. A low tile costs as much as a high one here; only its rows are stored.
 
 Legend: R padded rows, E experts, K summed width, N output width, BM x BN x BK the tile.
 """
@@ -25,12 +25,23 @@ def _place(index, num_m, NUM_N: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
+def _find(index, tiles, NUM_N: tl.constexpr):
+    """(expert, first row, end, column tile); a group of row tiles shares a sweep over columns."""
+    tile_expert, tile_row, tile_group = tiles
+    group = tl.load(tile_group + index // NUM_N)
+    within = index - group // 64 * NUM_N
+    m = group // 64 + within % (group % 64)
+    code = tl.load(tile_row + m)
+    row = code // 64 * 64
+    return tl.load(tile_expert + m), row, row + 64 * (code % 64), within // (group % 64)
+
+
+@triton.jit
 def grouped_situ(
-    x, w1, w3, act, gate_up, tile_expert, tile_row, num_tiles, beta1, beta2,
+    x, w1, w3, act, gate_up, tiles, num_tiles, beta1, beta2,
     PITCH: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP: tl.constexpr, SAVE: tl.constexpr, CAP: tl.constexpr, FLAT: tl.constexpr,
-    ASM: tl.constexpr,
+    SAVE: tl.constexpr, CAP: tl.constexpr, FLAT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """act [R, N] = SiTU(x w1^T, x w3^T); with SAVE also gate_up [R, 2 N].
 
@@ -40,9 +51,8 @@ def grouped_situ(
     NUM_N: tl.constexpr = (N + BN - 1) // BN
     num_m = tl.load(num_tiles)
     for index in tl.range(tl.program_id(0), num_m * NUM_N, tl.num_programs(0), flatten=FLAT):
-        m, n = _place(index, num_m, NUM_N, GROUP)
-        row = tl.load(tile_row + m)
-        w_row = tl.load(tile_expert + m) * PITCH + n * BN
+        expert, row, end, n = _find(index, tiles, NUM_N)
+        w_row = expert * PITCH + n * BN
         gate = tl.zeros([BM, BN], tl.float32)
         up = tl.zeros([BM, BN], tl.float32)
         for k in tl.range(0, K, BK):
@@ -51,7 +61,7 @@ def grouped_situ(
             up = tl.dot(a, w3.load([w_row, k]).T, up)
         cols = n * BN + tl.arange(0, BN)
         rows = (row + tl.arange(0, BM)).to(tl.int64)
-        keep = (cols < N)[None, :]
+        keep = (rows < end)[:, None] & (cols < N)[None, :]
         if SAVE:
             offs = rows[:, None] * (2 * N) + cols[None, :]
             tl.store(gate_up + offs, gate.to(gate_up.dtype.element_ty), mask=keep)
@@ -63,17 +73,15 @@ def grouped_situ(
 
 @triton.jit
 def grouped_rows(
-    x, w, out, tile_expert, tile_row, num_tiles,
+    x, w, out, tiles, num_tiles,
     K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP: tl.constexpr, TRANSPOSED: tl.constexpr, FLAT: tl.constexpr,
+    TRANSPOSED: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """out [R, N] = x w^T of w [E N, K] in blocks [BN, BK], or x w of w [E K, N] in [BK, BN]."""
     NUM_N: tl.constexpr = (N + BN - 1) // BN
     num_m = tl.load(num_tiles)
     for index in tl.range(tl.program_id(0), num_m * NUM_N, tl.num_programs(0), flatten=FLAT):
-        m, n = _place(index, num_m, NUM_N, GROUP)
-        row = tl.load(tile_row + m)
-        expert = tl.load(tile_expert + m)
+        expert, row, end, n = _find(index, tiles, NUM_N)
         acc = tl.zeros([BM, BN], tl.float32)
         for k in tl.range(0, K, BK):
             a = x.load([row, k])
@@ -86,7 +94,7 @@ def grouped_rows(
         tl.store(
             out + rows[:, None] * N + cols[None, :],
             acc.to(out.dtype.element_ty),
-            mask=(cols < N)[None, :],
+            mask=(rows < end)[:, None] & (cols < N)[None, :],
         )
 
 

@@ -3,33 +3,24 @@
 Legend: R padded rows, E experts, L latent width, F inner width.
 """
 
-from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from openk3.ops.moe.row_plan import Plan
-from openk3.ops.triton_support import launch, num_sms
+from openk3.ops.triton_support import capability, has_gluon, launch, num_sms
 
 BK = 64
-STAGES = 4
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return (
-        torch.cuda.get_device_capability(device)[0] == 9
-        and find_spec("triton.experimental.gluon") is not None
-    )
+STAGES = {2: 4, 3: 3}
+"""Stages that fit into shared memory, by the tallest tile."""
 
 
 def hopper_takes(x: Tensor, *widths: int) -> bool:
     """Whether these kernels run for bfloat16 x and matrices of these widths."""
     if not x.is_cuda or x.dtype != torch.bfloat16 or any(width % 64 for width in widths):
         return False
-    return _is_hopper(x.device)
+    return capability(x.device)[0] == 9 and has_gluon()
 
 
 def _descriptor(x: Tensor, *block: int) -> Any:
@@ -49,23 +40,26 @@ def one_matrix(w: Tensor) -> Tensor:
 
 
 def _launch(
-    out: Tensor, x: Tensor, w: Tensor, plan: Plan, *, K: int, BN: int, block: tuple[int, int],
-    group: int, x2: Tensor | None = None, w2: Tensor | None = None,
+    out: Tensor, x: Tensor, w: Tensor, plan: Plan, *, K: int,
+    x2: Tensor | None = None, w2: Tensor | None = None,
     kept: tuple[Tensor, Tensor] | None = None, betas: tuple[float, float | None] = (1.0, None),
     pair: bool = False, transposed: bool = False,
 ) -> None:  # fmt: skip
     from openk3.ops.moe import hopper_kernels as kernels
 
+    height = max(2, plan.tallest)
     rows = _descriptor(x, 64, BK)
+    block = (128, BK) if transposed else (BK, 128)
     weights = _descriptor(one_matrix(w), *block)
     to = _descriptor(out, 64, 128)
     gate, up = (to, to) if kept is None else (_descriptor(t, 64, 128) for t in kept)
+    counter = torch.zeros(1, dtype=torch.int32, device=x.device)
     launch(
         kernels.grouped_product, (num_sms(x.device),), rows,
         rows if x2 is None else _descriptor(x2, 64, BK), weights,
         weights if w2 is None else _descriptor(one_matrix(w2), *block),
-        to, gate, up, *plan.tiles, betas[0], betas[1] or 0.0,
-        PITCH=w.stride(0) // w.shape[2], K=K, N=out.shape[1], BN=BN, BK=BK, S=STAGES, GROUP=group,
+        to, gate, up, plan.tiles[:3], plan.tiles.num_tiles, counter, betas[0], betas[1] or 0.0,
+        PITCH=w.stride(0) // w.shape[2], K=K, N=out.shape[1], BK=BK, S=STAGES[height], H=height,
         PAIR=pair, DUAL=x2 is not None, TRANSPOSED=transposed, SAVE=kept is not None,
         CAP=betas[1] is not None, num_warps=4,
     )  # fmt: skip
@@ -73,48 +67,45 @@ def _launch(
 
 def situ_product(
     x: Tensor, w1: Tensor, w3: Tensor, plan: Plan, beta1: float, beta2: float | None, *,
-    save: bool, group: int = 16,
+    save: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """x [R, L], w1, w3 [E, F, L] -> (SiTU(x w1^T, x w3^T) [R, F]; if `save`, both [R, 2 F])."""
     _, inner, latent = w1.shape
     act = x.new_empty(x.shape[0], inner)
     both = x.new_empty(x.shape[0], 2 * inner) if save else None
     _launch(
-        act, x, w1, plan, K=latent, BN=128, block=(128, BK), group=group, w2=w3, pair=True,
+        act, x, w1, plan, K=latent, w2=w3, pair=True,
         kept=None if both is None else (both[:, :inner], both[:, inner:]), betas=(beta1, beta2),
         transposed=True,
     )  # fmt: skip
     return act, both
 
 
-def rows_product(x: Tensor, w: Tensor, plan: Plan, *, transposed: bool, group: int = 16) -> Tensor:
+def rows_product(x: Tensor, w: Tensor, plan: Plan, *, transposed: bool) -> Tensor:
     """x w_e^T (`transposed`, w [E, N, K]) or x w_e (w [E, K, N]) of each expert's rows: [R, N]."""
     out = x.new_empty(x.shape[0], w.shape[1] if transposed else w.shape[2])
-    block = (256, BK) if transposed else (BK, 256)
-    _launch(out, x, w, plan, K=x.shape[1], BN=256, block=block, group=group, transposed=transposed)
+    _launch(out, x, w, plan, K=x.shape[1], transposed=transposed)
     return out
 
 
-def rows_product_sum(
-    x: Tensor, w: Tensor, x2: Tensor, w2: Tensor, plan: Plan, *, group: int = 16
-) -> Tensor:
+def rows_product_sum(x: Tensor, w: Tensor, x2: Tensor, w2: Tensor, plan: Plan) -> Tensor:
     """x w_e + x2 w2_e of each expert's rows; w, w2 [E, K, N] -> [R, N]."""
     out = x.new_empty(x.shape[0], w.shape[2])
-    _launch(out, x, w, plan, K=2 * x.shape[1], BN=256, block=(BK, 256), group=group, x2=x2, w2=w2)
+    _launch(out, x, w, plan, K=2 * x.shape[1], x2=x2, w2=w2)
     return out
 
 
-def weight_grad(a: Tensor, b: Tensor, plan: Plan, *, group: int = 8) -> Tensor:
+def weight_grad(a: Tensor, b: Tensor, plan: Plan) -> Tensor:
     """a [R, M], b [R, N] -> a_e^T b_e [E, M, N]; exactly zero for an expert without rows."""
-    from openk3.ops.moe import hopper_kernels as kernels
+    from openk3.ops.moe import hopper_grad_kernels
 
-    num_experts = plan.ends.shape[0]
+    num_experts, height = plan.ends.shape[0], max(2, plan.tallest)
     out = a.new_empty(num_experts, a.shape[1], b.shape[1])
     launch(
-        kernels.grouped_weight_grad, (num_sms(a.device),), _descriptor(a, BK, 64),
-        _descriptor(b, BK, 256),
+        hopper_grad_kernels.grouped_weight_grad, (num_sms(a.device),), _descriptor(a, BK, 64),
+        _descriptor(b, BK, 128),
         _descriptor(out.view(-1, b.shape[1]), 64, 128), plan.order, plan.starts, plan.ends,
-        M=a.shape[1], N=b.shape[1], E=num_experts, BN=256, BK=BK, S=STAGES, GROUP=group,
+        M=a.shape[1], N=b.shape[1], E=num_experts, BK=BK, S=STAGES[height], H=height, GROUP=8,
         num_warps=4,
     )  # fmt: skip
     return out

@@ -1,11 +1,11 @@
-"""Warp-specialised products over rows sorted by expert, for Hopper GPUs (Gluon).
+"""Products of rows sorted by expert with that expert's weights, for Hopper GPUs (Gluon).
 
-One warp fetches tiles with the tensor memory accelerator, two warpgroups of four warps multiply,
-each 64 rows of a tile. The producer runs ahead across tile boundaries, so that fetching never stops
-for an epilogue, and the warpgroups drift apart, so that one stores while the other multiplies. A
-tile of 64 rows occupies the first warpgroup only.
+The tiles of the plan's list are handed out one by one, in order, by a counter in memory: programs
+that meet low tiles take more of them, and all work on neighbours in the list, whose operands are in
+the L2 cache. (Dealt out in advance, programs drift apart: a tenth of the rate.) The producer tells
+its warpgroups what comes next through a queue of places in shared memory.
 
-Legend: R padded rows, E experts, K summed width, N output width, BN columns of a tile, S stages.
+Legend: R padded rows, E experts, K summed width, N output width, S stages, H warpgroups.
 """
 
 from triton.experimental import gluon
@@ -14,37 +14,55 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
+)
+
+from openk3.ops.moe.hopper_tile_kernels import (
+    fetch,
+    finish,
+    multiply,
+    store_tile,
+    wide_blocks,
+    zeros,
 )
 
 LOG2E = gl.constexpr(1.4426950408889634)
+QUEUE = gl.constexpr(4)
 
 
 @gluon.jit
-def _place(index, num_m, NUM_N: gl.constexpr, GROUP: gl.constexpr):
-    """Tile number -> (row tile, column tile): GROUP row tiles share a sweep over the columns."""
-    group = index // (GROUP * NUM_N)
-    first = group * GROUP
-    height = gl.minimum(num_m - first, GROUP)
-    within = index - group * (GROUP * NUM_N)
-    return first + within % height, within // height
+def _find(index, tiles, NUM_N: gl.constexpr):
+    """(row and height, expert, column tile): the row tiles of a group, all of one expert, share a
+    sweep over the columns."""
+    tile_expert, tile_row, tile_group = tiles
+    group = gl.load(tile_group + index // NUM_N)
+    within = index - group // 64 * NUM_N
+    m = group // 64 + within % (group % 64)
+    return gl.load(tile_row + m), gl.load(tile_expert + m), within // (group % 64)
 
 
 @gluon.jit
-def _find(index, tables, num_big, num_small, NUM_N: gl.constexpr, GROUP: gl.constexpr):
-    """(is a 128-row tile, expert, first row, column tile): the big tiles come first."""
-    big_expert, big_row, small_expert, small_row = tables
-    big = index < num_big * NUM_N
-    rest = gl.where(big, index, index - num_big * NUM_N)
-    m, n = _place(rest, gl.where(big, num_big, num_small), NUM_N, GROUP)
-    if big:
-        expert = gl.load(big_expert + m)
-        row = gl.load(big_row + m)
-    else:
-        expert = gl.load(small_expert + m)
-        row = gl.load(small_row + m)
-    return big, expert, row, n
+def _announce(queue, order, code, n):
+    """The producer's tile number `order`: rows and height as in the table (-1: no more), column."""
+    codes, columns, ready, taken = queue
+    place = order % QUEUE
+    mbarrier.wait(taken.index(place), (order // QUEUE + 1) & 1)
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    codes.index(place).store(gl.full([1], code, gl.int32, one))
+    columns.index(place).store(gl.full([1], n, gl.int32, one))
+    mbarrier.arrive(ready.index(place), count=1)
+
+
+@gluon.jit
+def _next(queue, order):
+    """What `_announce` said: (code, column)."""
+    codes, columns, ready, taken = queue
+    place = order % QUEUE
+    mbarrier.wait(ready.index(place), (order // QUEUE) & 1)
+    four: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    code = gl.sum(codes.index(place).load(four), 0)
+    n = gl.sum(columns.index(place).load(four), 0)
+    mbarrier.arrive(taken.index(place), count=1)
+    return code, n
 
 
 @gluon.jit
@@ -80,270 +98,164 @@ def _situ(gate, up, beta1, beta2, CAP: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(matrix, row, col, bar, to):
-    tma.async_copy_global_to_shared(matrix, [row, col], bar, to)
+def _fetch_rows(x, row, k, bar, a, s, height, H: gl.constexpr):
+    """64 rows for each warpgroup that works on this tile."""
+    for h in gl.static_range(H):
+        to = a.index(H * s + h)
+        tma.async_copy_global_to_shared(x, [row + 64 * h, k], bar, to, pred=h < height)
 
 
 @gluon.jit
-def _fetch_rows(x, row, k, bar, a, s, big):
-    """64 rows for each warpgroup that works on this tile."""
-    tma.async_copy_global_to_shared(x, [row, k], bar, a.index(2 * s))
-    tma.async_copy_global_to_shared(x, [row + 64, k], bar, a.index(2 * s + 1), pred=big)
+def _fetch_weights(
+    w1, w3, first, k, n, bar, b, s, PAIR: gl.constexpr, TRANSPOSED: gl.constexpr
+):  # fmt: skip
+    """Two blocks of 128 columns: one of w1 and one of w3, or neighbours of w1."""
+    if PAIR:
+        fetch(w1, first + n * 128, k, bar, b.index(2 * s))
+        fetch(w3, first + n * 128, k, bar, b.index(2 * s + 1))
+    elif TRANSPOSED:
+        fetch(w1, first + n * 256, k, bar, b.index(2 * s))
+        fetch(w1, first + n * 256 + 128, k, bar, b.index(2 * s + 1))
+    else:
+        fetch(w1, first + k, n * 256, bar, b.index(2 * s))
+        fetch(w1, first + k, n * 256 + 128, bar, b.index(2 * s + 1))
 
 
 @gluon.jit
 def _produce(
-    x, x2, w1, w3, a, b, full, empty, tables, num_tiles, PITCH: gl.constexpr, K: gl.constexpr,
-    NUM_N: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, S: gl.constexpr, GROUP: gl.constexpr,
+    x, x2, w1, w3, a, b, full, empty, queue, tiles, num_tiles, counter, PITCH: gl.constexpr,
+    K: gl.constexpr, NUM_N: gl.constexpr, BK: gl.constexpr, S: gl.constexpr, H: gl.constexpr,
     PAIR: gl.constexpr, DUAL: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
-    HALF: gl.constexpr = 64 * BK * 2
-    B_BYTES: gl.constexpr = (2 if PAIR else 1) * BN * BK * 2
-    num_big = gl.load(num_tiles)
-    num_small = gl.load(num_tiles + 1)
+    A_BYTES: gl.constexpr = 64 * BK * 2
+    B_BYTES: gl.constexpr = 256 * BK * 2
+    total = gl.load(num_tiles) * NUM_N
     step = 0
-    for index in range(gl.program_id(0), (num_big + num_small) * NUM_N, gl.num_programs(0)):
-        big, expert, row, n = _find(index, tables, num_big, num_small, NUM_N, GROUP)
+    order = 0
+    index = gl.program_id(0)
+    while index < total:
+        code, expert, n = _find(index, tiles, NUM_N)
+        _announce(queue, order, code, n)
+        height, row = code % 64, code // 64 * 64
         for k in range(0, K, BK):
             s = step % S
             mbarrier.wait(empty.index(s), (step // S + 1) & 1)
             bar = full.index(s)
-            mbarrier.expect(bar, 2 * HALF + B_BYTES, pred=big)
-            mbarrier.expect(bar, HALF + B_BYTES, pred=big == 0)
+            for h in gl.static_range(H):
+                mbarrier.expect(bar, (h + 1) * A_BYTES + B_BYTES, pred=height == h + 1)
+            first = expert * PITCH
             if DUAL:
                 if k < K // 2:
-                    _fetch_rows(x, row, k, bar, a, s, big)
-                    _fetch(w1, expert * PITCH + k, n * BN, bar, b.index(s))
+                    _fetch_rows(x, row, k, bar, a, s, height, H)
+                    _fetch_weights(w1, w1, first, k, n, bar, b, s, PAIR, TRANSPOSED)
                 else:
-                    _fetch_rows(x2, row, k - K // 2, bar, a, s, big)
-                    _fetch(w3, expert * PITCH + k - K // 2, n * BN, bar, b.index(s))
+                    _fetch_rows(x2, row, k - K // 2, bar, a, s, height, H)
+                    _fetch_weights(w3, w3, first, k - K // 2, n, bar, b, s, PAIR, TRANSPOSED)
             else:
-                _fetch_rows(x, row, k, bar, a, s, big)
-                if PAIR:
-                    _fetch(w1, expert * PITCH + n * BN, k, bar, b.index(2 * s))
-                    _fetch(w3, expert * PITCH + n * BN, k, bar, b.index(2 * s + 1))
-                elif TRANSPOSED:
-                    _fetch(w1, expert * PITCH + n * BN, k, bar, b.index(s))
-                else:
-                    _fetch(w1, expert * PITCH + k, n * BN, bar, b.index(s))
+                _fetch_rows(x, row, k, bar, a, s, height, H)
+                _fetch_weights(w1, w3, first, k, n, bar, b, s, PAIR, TRANSPOSED)
             step += 1
-
-
-@gluon.jit
-def _store(value, out, row, col, stage):
-    """Registers -> shared memory -> out[row.., col..]; the previous store has left `stage`."""
-    tma.store_wait(pendings=0)
-    stage.store(value)
-    fence_async_shared()
-    tma.async_copy_shared_to_global(out, [row, col], stage)
-
-
-@gluon.jit
-def _store_halves(acc, out, row, col, stage, BN: gl.constexpr, DTYPE: gl.constexpr):
-    """A [64, BN] tile through a buffer of half its width."""
-    left, right = gl.split(gl.permute(gl.reshape(acc, [64, 2, BN // 2]), (0, 2, 1)))
-    _store(left.to(DTYPE), out, row, col, stage)
-    _store(right.to(DTYPE), out, row, col + BN // 2, stage)
+        order += 1
+        index = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+    _announce(queue, order, -1, 0)
 
 
 @gluon.jit
 def _consume(
-    W: gl.constexpr, out, gate, up, a, b, c, full, empty, tables, num_tiles, beta1, beta2,
-    K: gl.constexpr, NUM_N: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-    S: gl.constexpr, GROUP: gl.constexpr, PAIR: gl.constexpr, TRANSPOSED: gl.constexpr,
-    SAVE: gl.constexpr, CAP: gl.constexpr, DTYPE: gl.constexpr,
+    W: gl.constexpr, held, K: gl.constexpr, BK: gl.constexpr, S: gl.constexpr, H: gl.constexpr,
+    PAIR: gl.constexpr, TRANSPOSED: gl.constexpr, SAVE: gl.constexpr, CAP: gl.constexpr,
 ):  # fmt: skip
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    num_big = gl.load(num_tiles)
-    num_small = gl.load(num_tiles + 1)
+    out, gate, up, a, b, c, full, empty, queue, beta1, beta2 = held
+    WIDE: gl.constexpr = H == 2
+    K_LAST: gl.constexpr = PAIR or TRANSPOSED
+    b = wide_blocks(b, WIDE, K_LAST)
     stage = c.index(W)
     step = 0
-    for index in range(gl.program_id(0), (num_big + num_small) * NUM_N, gl.num_programs(0)):
-        big, _, row, n = _find(index, tables, num_big, num_small, NUM_N, GROUP)
-        if (W == 0) | big:
-            acc = gl.full([64, BN], 0.0, gl.float32, mma)
-            acc2 = gl.full([64, BN], 0.0, gl.float32, mma)
+    order = 0
+    code, n = _next(queue, order)
+    while code >= 0:
+        if code % 64 > W:
+            acc = zeros(WIDE)
             for k in range(0, K, BK):
                 s = step % S
                 mbarrier.wait(full.index(s), (step // S) & 1)
-                left = a.index(2 * s + W)
-                if PAIR:
-                    right = b.index(2 * s).permute((1, 0))
-                    right2 = b.index(2 * s + 1).permute((1, 0))
-                    acc = warpgroup_mma(left, right, acc, is_async=True)
-                    acc2 = warpgroup_mma(left, right2, acc2, is_async=True)
-                    acc, acc2 = warpgroup_mma_wait(num_outstanding=2, deps=[acc, acc2])
-                else:
-                    right = b.index(s)
-                    if TRANSPOSED:
-                        right = right.permute((1, 0))
-                    acc = warpgroup_mma(left, right, acc, is_async=True)
-                    acc = warpgroup_mma_wait(num_outstanding=1, deps=[acc])
+                acc = multiply(acc, a.index(H * s + W), b, s, WIDE, K_LAST)
                 mbarrier.arrive(empty.index((step + S - 1) % S), count=1, pred=k > 0)
                 step += 1
-            if PAIR:
-                acc, acc2 = warpgroup_mma_wait(num_outstanding=0, deps=[acc, acc2])
-            else:
-                acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
+            left, right = finish(acc, WIDE)
             mbarrier.arrive(empty.index((step + S - 1) % S), count=1)
-            at = row + 64 * W
+            at = code // 64 * 64 + 64 * W
             if PAIR:
                 if SAVE:
-                    _store(acc.to(DTYPE), gate, at, n * BN, stage)
-                    _store(acc2.to(DTYPE), up, at, n * BN, stage)
-                value = _situ(acc, acc2, beta1, beta2, CAP)
-                _store(value.to(DTYPE), out, at, n * BN, stage)
+                    store_tile(left.to(out.dtype), gate, at, n * 128, stage)
+                    store_tile(right.to(out.dtype), up, at, n * 128, stage)
+                value = _situ(left, right, beta1, beta2, CAP)
+                store_tile(value.to(out.dtype), out, at, n * 128, stage)
             else:
-                _store_halves(acc, out, at, n * BN, stage, BN, DTYPE)
+                store_tile(left.to(out.dtype), out, at, n * 256, stage)
+                store_tile(right.to(out.dtype), out, at, n * 256 + 128, stage)
         else:
             for _ in range(0, K, BK):
                 s = step % S
                 mbarrier.wait(full.index(s), (step // S) & 1)
                 mbarrier.arrive(empty.index(s), count=1)
                 step += 1
+        order += 1
+        code, n = _next(queue, order)
     tma.store_wait(pendings=0)
 
 
 @gluon.jit
 def grouped_product(
-    x, x2, w1, w3, out, gate, up, big_expert, big_row, small_expert, small_row, num_tiles,
-    beta1, beta2,
-    PITCH: gl.constexpr, K: gl.constexpr, N: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-    S: gl.constexpr, GROUP: gl.constexpr, PAIR: gl.constexpr, DUAL: gl.constexpr,
-    TRANSPOSED: gl.constexpr, SAVE: gl.constexpr, CAP: gl.constexpr,
+    x, x2, w1, w3, out, gate, up, tiles, num_tiles, counter, beta1, beta2,
+    PITCH: gl.constexpr, K: gl.constexpr, N: gl.constexpr, BK: gl.constexpr, S: gl.constexpr,
+    H: gl.constexpr, PAIR: gl.constexpr, DUAL: gl.constexpr, TRANSPOSED: gl.constexpr,
+    SAVE: gl.constexpr, CAP: gl.constexpr,
 ):  # fmt: skip
     """Products of each row's expert, whose weights begin PITCH rows after the one before.
 
+    tiles: three tables of the plan; num_tiles [1]; counter [1] zero.
     PAIR: out [R, N] = SiTU(x w1^T, x w3^T), with SAVE also both products. DUAL: out = x w1 + x2 w3,
     K counting both. Else out = x w1^T (TRANSPOSED) or x w1. All matrices are descriptors: x and x2
-    [64, BK], w [BN, BK] or [BK, BN], out, gate and up [64, 128].
+    [64, BK], w [128, BK] or [BK, 128], out, gate and up [64, 128].
     """
-    NUM_N: gl.constexpr = (N + BN - 1) // BN
+    NUM_N: gl.constexpr = (N + 127) // 128 if PAIR else (N + 255) // 256
     dtype: gl.constexpr = x.dtype
-    a = gl.allocate_shared_memory(dtype, [2 * S, 64, BK], x.layout)
-    b = gl.allocate_shared_memory(dtype, [(2 if PAIR else 1) * S] + w1.block_type.shape, w1.layout)
-    c = gl.allocate_shared_memory(dtype, [2] + out.block_type.shape, out.layout)
+    a = gl.allocate_shared_memory(dtype, [H * S, 64, BK], x.layout)
+    b = gl.allocate_shared_memory(dtype, [2 * S] + w1.block_type.shape, w1.layout)
+    c = gl.allocate_shared_memory(dtype, [H] + out.block_type.shape, out.layout)
     full = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(S):
         mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=2)
+        mbarrier.init(empty.index(s), count=H)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    codes = gl.allocate_shared_memory(gl.int32, [QUEUE, 1], flat)
+    columns = gl.allocate_shared_memory(gl.int32, [QUEUE, 1], flat)
+    ready = gl.allocate_shared_memory(gl.int64, [QUEUE, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [QUEUE, 1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(QUEUE):
+        mbarrier.init(ready.index(place), count=1)
+        mbarrier.init(taken.index(place), count=H)
     fence_async_shared()
-    tables = (big_expert, big_row, small_expert, small_row)
-    gl.warp_specialize(
-        [
-            (_consume, (
-                0, out, gate, up, a, b, c, full, empty, tables, num_tiles, beta1, beta2, K,
-                NUM_N, BN, BK, S, GROUP, PAIR, TRANSPOSED, SAVE, CAP, dtype,
-            )),
-            (_consume, (
-                1, out, gate, up, a, b, c, full, empty, tables, num_tiles, beta1, beta2, K,
-                NUM_N, BN, BK, S, GROUP, PAIR, TRANSPOSED, SAVE, CAP, dtype,
-            )),
+    queue = (codes, columns, ready, taken)
+    held = (out, gate, up, a, b, c, full, empty, queue, beta1, beta2)
+    if H == 2:
+        gl.warp_specialize([
+            (_consume, (0, held, K, BK, S, H, PAIR, TRANSPOSED, SAVE, CAP)),
+            (_consume, (1, held, K, BK, S, H, PAIR, TRANSPOSED, SAVE, CAP)),
             (_produce, (
-                x, x2, w1, w3, a, b, full, empty, tables, num_tiles, PITCH, K, NUM_N, BN, BK, S,
-                GROUP, PAIR, DUAL, TRANSPOSED,
+                x, x2, w1, w3, a, b, full, empty, queue, tiles, num_tiles, counter, PITCH, K, NUM_N,
+                BK, S, H, PAIR, DUAL, TRANSPOSED,
             )),
-        ],
-        [4, 1],
-        [232, 40],
-    )  # fmt: skip
-
-
-@gluon.jit
-def _grad_tile(index, order, starts, ends, NUM_M: gl.constexpr, NUM_N: gl.constexpr,
-               GROUP: gl.constexpr):  # fmt: skip
-    """(expert, its rows, row tile, column tile), the experts with most rows first."""
-    expert = gl.load(order + index // (NUM_M * NUM_N))
-    m, n = _place(index % (NUM_M * NUM_N), NUM_M, NUM_N, GROUP)
-    return expert, gl.load(starts + expert), gl.load(ends + expert), m, n
-
-
-@gluon.jit
-def _produce_grad(
-    x, y, a, b, full, empty, order, starts, ends, num_tiles, NUM_M: gl.constexpr,
-    NUM_N: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, S: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
-    step = 0
-    for index in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        _, start, end, m, n = _grad_tile(index, order, starts, ends, NUM_M, NUM_N, GROUP)
-        for row in range(start, end, BK):
-            s = step % S
-            mbarrier.wait(empty.index(s), (step // S + 1) & 1)
-            bar = full.index(s)
-            mbarrier.expect(bar, (128 + BN) * BK * 2)
-            _fetch(x, row, m * 128, bar, a.index(2 * s))
-            _fetch(x, row, m * 128 + 64, bar, a.index(2 * s + 1))
-            _fetch(y, row, n * BN, bar, b.index(s))
-            step += 1
-
-
-@gluon.jit
-def _consume_grad(
-    W: gl.constexpr, out, a, b, c, full, empty, order, starts, ends, num_tiles, M: gl.constexpr,
-    NUM_M: gl.constexpr, NUM_N: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, S: gl.constexpr,
-    GROUP: gl.constexpr, DTYPE: gl.constexpr,
-):  # fmt: skip
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    stage = c.index(W)
-    step = 0
-    for index in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        expert, start, end, m, n = _grad_tile(index, order, starts, ends, NUM_M, NUM_N, GROUP)
-        acc = gl.full([64, BN], 0.0, gl.float32, mma)
-        for row in range(start, end, BK):
-            s = step % S
-            mbarrier.wait(full.index(s), (step // S) & 1)
-            left = a.index(2 * s + W).permute((1, 0))
-            acc = warpgroup_mma(left, b.index(s), acc, is_async=True)
-            acc = warpgroup_mma_wait(num_outstanding=1, deps=[acc])
-            mbarrier.arrive(empty.index((step + S - 1) % S), count=1, pred=row > start)
-            step += 1
-        acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
-        mbarrier.arrive(empty.index((step + S - 1) % S), count=1, pred=end > start)
-        at = m * 128 + 64 * W
-        if at < M:
-            _store_halves(acc, out, expert * M + at, n * BN, stage, BN, DTYPE)
-    tma.store_wait(pendings=0)
-
-
-@gluon.jit
-def grouped_weight_grad(
-    x, y, out, order, starts, ends,
-    M: gl.constexpr, N: gl.constexpr, E: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-    S: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
-    """out [E M, N] = x_e^T y_e over expert e's rows; exact zeros for an expert without rows.
-
-    Descriptors: x [BK, 64] of [R, M], y [BK, BN] of [R, N], out [64, 128]; M a multiple of 64.
-    """
-    NUM_M: gl.constexpr = (M + 127) // 128
-    NUM_N: gl.constexpr = (N + BN - 1) // BN
-    dtype: gl.constexpr = x.dtype
-    a = gl.allocate_shared_memory(dtype, [2 * S, BK, 64], x.layout)
-    b = gl.allocate_shared_memory(dtype, [S, BK, BN], y.layout)
-    c = gl.allocate_shared_memory(dtype, [2] + out.block_type.shape, out.layout)
-    full = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(S):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=2)
-    fence_async_shared()
-    num_tiles = E * NUM_M * NUM_N
-    gl.warp_specialize(
-        [
-            (_consume_grad, (
-                0, out, a, b, c, full, empty, order, starts, ends, num_tiles, M, NUM_M, NUM_N, BN,
-                BK, S, GROUP, dtype,
+        ], [4, 1], [232, 40])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consume, (0, held, K, BK, S, H, PAIR, TRANSPOSED, SAVE, CAP)),
+            (_consume, (1, held, K, BK, S, H, PAIR, TRANSPOSED, SAVE, CAP)),
+            (_consume, (2, held, K, BK, S, H, PAIR, TRANSPOSED, SAVE, CAP)),
+            (_produce, (
+                x, x2, w1, w3, a, b, full, empty, queue, tiles, num_tiles, counter, PITCH, K, NUM_N,
+                BK, S, H, PAIR, DUAL, TRANSPOSED,
             )),
-            (_consume_grad, (
-                1, out, a, b, c, full, empty, order, starts, ends, num_tiles, M, NUM_M, NUM_N, BN,
-                BK, S, GROUP, dtype,
-            )),
-            (_produce_grad, (
-                x, y, a, b, full, empty, order, starts, ends, num_tiles, NUM_M, NUM_N, BN, BK, S,
-                GROUP,
-            )),
-        ],
-        [4, 1],
-        [232, 40],
-    )  # fmt: skip
+        ], [4, 4, 1], [160, 160, 32])  # fmt: skip

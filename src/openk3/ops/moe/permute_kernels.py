@@ -40,16 +40,30 @@ def sum_blocks(counts, totals, num_blocks, E_PAD: tl.constexpr, W: tl.constexpr,
 
 
 @triton.jit
-def plan_experts(
-    totals, starts, ends, order, big_first, small_first, num_tiles,
-    E: tl.constexpr, E_PAD: tl.constexpr, ALIGN: tl.constexpr, BIG: tl.constexpr,
-    SMALL: tl.constexpr,
-):  # fmt: skip
-    """One program: where each expert's rows lie and which tiles cover them, largest experts first.
+def _split(units, SPLITS: tl.constexpr):
+    """Units of 64 rows -> (tiles of the greatest height, how the rest is split).
 
-    A remainder of at most SMALL rows takes a small tile (SMALL 0: only big tiles are used).
-    starts, ends [E]; order [E] experts by falling count; big_first, small_first [E] an expert's
-    first entry in the tile tables; num_tiles [2].
+    SPLITS[r], for rests r below twice the greatest height, holds the number of tiles of height h
+    in its digit h of base 8.
+    """
+    TALL: tl.constexpr = len(SPLITS) // 2
+    tall = units // TALL - (units >= TALL).to(tl.int32)
+    rest = units - tall * TALL
+    split = rest * 0
+    for r in tl.static_range(1, len(SPLITS)):
+        split += (rest == r).to(tl.int32) * SPLITS[r]
+    return tall, split
+
+
+@triton.jit
+def plan_experts(
+    totals, starts, ends, order, first_tile, num_tiles,
+    E: tl.constexpr, E_PAD: tl.constexpr, ALIGN: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One program: where each expert's rows lie and how many tiles cover them.
+
+    starts, ends [E]; order [E] experts by falling count; first_tile [E] an expert's first entry in
+    the tile tables, largest experts first; num_tiles [1].
     """
     expert = tl.arange(0, E_PAD)
     valid = expert < E
@@ -63,41 +77,49 @@ def plan_experts(
     sorted_count = (key // E_PAD - 1).to(tl.int32)
     sorted_expert = E_PAD - 1 - (key % E_PAD).to(tl.int32)
     keep = sorted_count >= 0
-    rows = tl.where(keep, (sorted_count + ALIGN - 1) // ALIGN * ALIGN, 0)
-    rest = rows % BIG
-    small = ((rest > 0) & (rest <= SMALL)).to(tl.int32)
-    big = rows // BIG + (rest > SMALL).to(tl.int32)
+    tiles, split = _split(tl.where(keep, (sorted_count + 63) // 64, 0), SPLITS)
+    for h in tl.static_range(1, len(SPLITS) // 2 + 1):
+        tiles += (split >> (3 * h)) & 7
     tl.store(order + expert, sorted_expert, mask=keep)
-    tl.store(big_first + sorted_expert, tl.cumsum(big, 0) - big, mask=keep)
-    tl.store(small_first + sorted_expert, tl.cumsum(small, 0) - small, mask=keep)
-    tl.store(num_tiles, tl.sum(big, 0))
-    tl.store(num_tiles + 1, tl.sum(small, 0))
+    tl.store(first_tile + sorted_expert, tl.cumsum(tiles, 0) - tiles, mask=keep)
+    tl.store(num_tiles, tl.sum(tiles, 0))
 
 
 @triton.jit
 def list_tiles(
-    totals, starts, ends, big_first, small_first,
-    big_expert, big_row, small_expert, small_row, row_pair,
-    ALIGN: tl.constexpr, BIG: tl.constexpr, SMALL: tl.constexpr, W: tl.constexpr,
+    totals, starts, ends, first_tile, tile_expert, tile_row, tile_group, row_pair,
+    ALIGN: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """Fill one expert's entries of the tile tables and mark its padding rows with pair -1."""
+    TALL: tl.constexpr = len(SPLITS) // 2
     expert = tl.program_id(0)
     start = tl.load(starts + expert)
-    end = tl.load(ends + expert)
-    rest = (end - start) % BIG
-    num_big = (end - start) // BIG + (rest > SMALL).to(tl.int32)
-    first = tl.load(big_first + expert)
-    for at in tl.range(0, num_big, W):
-        i = at + tl.arange(0, W)
-        tl.store(big_expert + first + i, tl.zeros([W], tl.int32) + expert, mask=i < num_big)
-        tl.store(big_row + first + i, start + i * BIG, mask=i < num_big)
-    if (rest > 0) & (rest <= SMALL):
-        at = tl.load(small_first + expert)
-        tl.store(small_expert + at, expert)
-        tl.store(small_row + at, end - rest)
+    count = tl.load(totals + expert)
+    origin = tl.load(first_tile + expert)
+    tall, split = _split((count + 63) // 64, SPLITS)
+    for first in tl.range(0, tall, W):
+        i = first + tl.arange(0, W)
+        tl.store(tile_row + origin + i, start + i * 64 * TALL + TALL, mask=i < tall)
+    tiles = tall
+    row = start + tall * 64 * TALL
+    for down in tl.static_range(TALL):
+        few = tl.arange(0, 8)
+        number = (split >> (3 * (TALL - down))) & 7
+        code = row + few * 64 * (TALL - down) + TALL - down
+        tl.store(tile_row + origin + tiles + few, code, mask=few < number)
+        tiles += number
+        row += number * 64 * (TALL - down)
+    groups = (tiles + GROUP - 1) // GROUP
+    size = (tiles + groups - 1) // (groups + (groups == 0).to(tl.int32))
+    for first in tl.range(0, tiles, W):
+        place = first + tl.arange(0, W)
+        group = place // size * size
+        sweep = (origin + group) * 64 + tl.minimum(size + 0 * place, tiles - group)
+        tl.store(tile_expert + origin + place, 0 * place + expert, mask=place < tiles)
+        tl.store(tile_group + origin + place, sweep, mask=place < tiles)
     if ALIGN > 1:
-        pad = start + tl.load(totals + expert) + tl.arange(0, ALIGN)
-        tl.store(row_pair + pad, tl.full([ALIGN], -1, tl.int32), mask=pad < end)
+        pad = start + count + tl.arange(0, ALIGN)
+        tl.store(row_pair + pad, tl.full([ALIGN], -1, tl.int32), mask=pad < tl.load(ends + expert))
 
 
 @triton.jit

@@ -50,7 +50,7 @@ class _RoutedExperts(torch.autograd.Function):
         ctx, x: Tensor, weights: Tensor, ids: Tensor, w1: Tensor, w3: Tensor, w2: Tensor,
         betas: Betas, choice: Choice, recompute: bool,
     ):  # fmt: skip
-        plan = make_plan(ids, w1.shape[0], align=choice.align)
+        plan = make_plan(ids, w1.shape[0], align=choice.align, shape=choice.shape)
         xp, _ = gather_rows(x, plan)
         keep = any(ctx.needs_input_grad) and not recompute
         gate = up = None
@@ -70,8 +70,8 @@ class _RoutedExperts(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor):
         x, weights, w1, w3, w2, gate, up, *tables = ctx.saved_tensors
-        plan = unflatten_plan(tables, weights.shape[-1])
         choice, inner = ctx.choice, w1.shape[1]
+        plan = unflatten_plan(tables, weights.shape[-1], len(choice.shape.heights))
         if gate is None:
             xp, _ = gather_rows(x, plan)
             gate, up = _gate_up(choice, xp, w1, w3, plan)

@@ -1,48 +1,10 @@
-"""Triton kernels of the router: logits beside the latent projection, and the choice of experts.
+"""Triton kernels of the router: the choice of experts and the counts of Quantile Balancing.
 
-Legend: T tokens, D model width, E experts, L latent width, k experts a token.
+Legend: T tokens, E experts, k experts a token.
 """
 
 import triton
 import triton.language as tl
-
-
-@triton.jit
-def project_both(
-    x, router, down, logits, latent, T,
-    D: tl.constexpr, E: tl.constexpr, L: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, GROUP: tl.constexpr, FLAT: tl.constexpr,
-):  # fmt: skip
-    """logits [T, E] float32 = x router^T and latent [T, L] = x down^T, from one sweep over x.
-
-    x [T, D], router [E, D], down [L, D] are descriptors with blocks [BM, BK], [BN, BK], [BN, BK].
-    """
-    NUM_R: tl.constexpr = (E + BN - 1) // BN
-    NUM_N: tl.constexpr = NUM_R + (L + BN - 1) // BN
-    num_m = (T + BM - 1) // BM
-    for index in tl.range(tl.program_id(0), num_m * NUM_N, tl.num_programs(0), flatten=FLAT):
-        group = index // (GROUP * NUM_N)
-        height = tl.minimum(num_m - group * GROUP, GROUP)
-        within = index - group * (GROUP * NUM_N)
-        row = (group * GROUP + within % height) * BM
-        n = within // height
-        acc = tl.zeros([BM, BN], tl.float32)
-        for k in tl.range(0, D, BK):
-            a = x.load([row, k])
-            if n < NUM_R:
-                w = router.load([n * BN, k])
-            else:
-                w = down.load([(n - NUM_R) * BN, k])
-            acc = tl.dot(a, w.T, acc)
-        rows = row + tl.arange(0, BM)
-        wide = rows.to(tl.int64)[:, None]
-        if n < NUM_R:
-            cols = n * BN + tl.arange(0, BN)[None, :]
-            tl.store(logits + wide * E + cols, acc, mask=(rows < T)[:, None] & (cols < E))
-        else:
-            cols = (n - NUM_R) * BN + tl.arange(0, BN)[None, :]
-            value = acc.to(latent.dtype.element_ty)
-            tl.store(latent + wide * L + cols, value, mask=(rows < T)[:, None] & (cols < L))
 
 
 @triton.jit

@@ -15,13 +15,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from openk3.ops.moe import grouped, routed
-from openk3.ops.moe import permute_kernels as kernels
-from openk3.ops.moe.row_plan import BIG, SMALL, Plan, Tiles
-from openk3.ops.triton_support import launch, power_of_two
+from openk3.ops.moe.row_plan import UNIT, Plan, Shape, tile_experts
+from openk3.ops.triton_support import power_of_two
 from openk3.parallel.moonep.products import Betas, RowGrads
 from openk3.parallel.moonep.transport import Pending, Route
 
-ALIGN = SMALL
+ALIGN = UNIT
 """Rows of a group: tiles never straddle two experts."""
 
 
@@ -39,9 +38,7 @@ def halves(sizes: Tensor, num_rows: int) -> Halves:
     block = sizes.numel() // 2
     own, borrowed = (_tile(part, num_rows) for part in (sizes[:block], sizes[block:]))
     start = own.ends[-1:]
-    tiles = borrowed.tiles._replace(
-        big_row=borrowed.tiles.big_row + start, small_row=borrowed.tiles.small_row + start
-    )
+    tiles = borrowed.tiles._replace(row=borrowed.tiles.row + start)
     borrowed = borrowed._replace(
         starts=borrowed.starts + start, ends=borrowed.ends + start, tiles=tiles
     )
@@ -50,26 +47,11 @@ def halves(sizes: Tensor, num_rows: int) -> Halves:
 
 def _tile(sizes: Tensor, num_rows: int) -> Plan:
     """Row tiles of groups that lie one after the other from row 0."""
-    num = sizes.numel()
-    pad = power_of_two(num, 16)
-
-    def ints(*shape: int) -> Tensor:
-        return torch.empty(*shape, dtype=torch.int32, device=sizes.device)
-
-    totals = functional.pad(sizes.to(torch.int32), (0, pad - num))
-    starts, ends, order, big_first, small_first = (ints(num) for _ in range(5))
-    num_big = num_rows // BIG + num
-    tiles = Tiles(ints(num_big), ints(num_big), ints(num), ints(num), ints(2))
-    none = ints(1)
-    launch(
-        kernels.plan_experts, (1,), totals, starts, ends, order, big_first, small_first,
-        tiles.num_tiles, E=num, E_PAD=pad, ALIGN=ALIGN, BIG=BIG, SMALL=SMALL, num_warps=4,
-    )  # fmt: skip
-    launch(
-        kernels.list_tiles, (num,), totals, starts, ends, big_first, small_first, *tiles[:4],
-        none, ALIGN=1, BIG=BIG, SMALL=SMALL, W=64, num_warps=1,
-    )  # fmt: skip
-    return Plan(none, none, starts, ends, totals, order, tiles, 1)
+    num, shape = sizes.numel(), Shape()
+    totals = functional.pad(sizes.to(torch.int32), (0, power_of_two(num, 16) - num))
+    none = totals.new_empty(1)
+    starts, ends, order, tiles = tile_experts(totals, num, none, num_rows, 1, shape)
+    return Plan(none, none, starts, ends, totals, order, tiles, 1, len(shape.heights))
 
 
 def forward(
