@@ -91,10 +91,12 @@ def test_a_checkpoint_that_lacks_what_a_process_wrote_is_none(pair, data, tmp_pa
 
 def test_processes_started_otherwise_are_named(data, tmp_path):
     one = tiny_recipe(data)
-    two = dataclasses.replace(one, parallel=ParallelRecipe(zero=1))
+    odd = dataclasses.replace(one.run, eval_every=3, threads=2)
+    two = dataclasses.replace(one, parallel=ParallelRecipe(zero=1), run=odd)
     with pytest.raises(AssertionError) as caught:
         Crew(2).run(tell, "other", [one, two], [tmp_path / "r"] * 2, False)
     assert (
-        "rank 1 was started otherwise than rank 0: parallel.zero is 0 there, 1 here"
+        "rank 1 was started otherwise than rank 0: parallel.zero is 0 there, 1 here; "
+        "run.eval_every is 4 there, 3 here\n"
     ) in str(caught.value)
     assert not (tmp_path / "r").exists()

@@ -39,6 +39,9 @@ from openk3.train.memory import peak_flops
 from openk3.train.sources import Data, held_out, open_data, with_special_ids
 from openk3.train.step import Loss, Stepper, next_token_loss
 
+OWN = {"folder", "device", "threads", "trackers"}
+"""Fields of [run] that a process may have for itself; by the others it meets its peers."""
+
 
 def deciding(recipe: Recipe, data: Data) -> dict[str, Any]:
     """Everything that decides the computed numbers, flat and JSON-ready."""
@@ -176,11 +179,12 @@ def training(
         resume = world.on_main(lambda: check_folder(recipe, folder, resume))
         world.pulse.at("building the model")
         trainer = build_trainer(recipe, data, world, loss=loss)
-        resumed = resume and go_on(trainer, checkpoints, sharded=is_sharded(recipe, world))
+        sharded = is_sharded(recipe, world)
+        resumed = resume and go_on(trainer, checkpoints, sharded=sharded)
         if recipe.train.start_from and not resumed:
-            start_from(trainer, data.datasets[0], sharded=is_sharded(recipe, world))
+            start_from(trainer, data.datasets[0], sharded=sharded)
         world.pulse.at("opening the run folder")
-        if is_sharded(recipe, world):
+        if sharded:
             _share_in(trainer, data, checkpoints)
 
         def open_folder() -> str:
@@ -190,15 +194,16 @@ def training(
             return run.id
 
         run_id = world.on_main(open_folder)
-        if trainer.sharded is not None:
+        if sharded:
             wait_for_folder(folder, run_id)
         yield trainer
 
 
 def require_alike(recipe: Recipe, data: Data, world: World) -> None:
     """Raises ConfigError on a process that was started otherwise than the first one."""
-    cut = {"parallel": asdict(recipe.parallel), "train": asdict(recipe.train)}
-    mine = flatten(cut) | deciding(recipe, data)
+    run = {name: value for name, value in asdict(recipe.run).items() if name not in OWN}
+    shared = {"parallel": asdict(recipe.parallel), "train": asdict(recipe.train), "run": run}
+    mine = flatten(shared) | deciding(recipe, data)
     if odd := differences(world.share(mine), mine):
         raise ConfigError(f"rank {world.rank} was started otherwise than rank 0: {odd}")
 
