@@ -33,6 +33,7 @@ from openk3.config import LinearAttnConfig, ModelConfig
 from openk3.engine import Engine, EngineConfig, Request, SamplingParams
 from openk3.model import K3, cast
 from openk3.model.init import fill, init_buffers
+from openk3.ops.native import BACKENDS
 
 COPY_BYTES_PER_S = 4.2e12  # what an H200 reads, of 4.8e12
 STARTED = time.perf_counter()
@@ -111,6 +112,7 @@ def on_cpu(venv: Path, threads: int) -> None:
     model = K3(our_config()).eval()
     options = {"hash_block": 128, "num_pages": 600, "max_running": 16}
     print(f"{threads} threads, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}")
+    print("cpu_step:", *BACKENDS.explain(device=torch.device("cpu"), dtype=torch.float32)[0])
 
     peer, few, many = PeerGenerator(venv, threads), 8, 72
     rates: dict[str, list[float]] = {"peer": [], "ours": []}
@@ -130,15 +132,18 @@ def on_cpu(venv: Path, threads: int) -> None:
         f"decode, 1 sequence: {ours:.0f} tokens/s, peer {theirs:.0f}: {ours / theirs:.1f}x (3.0x)"
     )
 
-    requests = [Request(f"b{i}", prompt(rng, PROMPT_TOKENS), greedy(48)) for i in range(16)]
-    batch = max(t[-1] for t in serve(engine, requests).values())
-    alone = sum(
-        serve(engine, [Request(f"a{i}", r.prompt_ids, r.params)])[f"a{i}"][-1]
-        for i, r in enumerate(requests[:4])
-    )
+    together, single = [], []
+    for turn in range(3):
+        requests = [
+            Request(f"b{turn}.{i}", prompt(rng, PROMPT_TOKENS), greedy(48)) for i in range(16)
+        ]
+        together.append(16 * 48 / max(t[-1] for t in serve(engine, requests).values()))
+        alone = [Request(f"a{r.id}", r.prompt_ids, r.params) for r in requests[:4]]
+        single.append(4 * 48 / sum(serve(engine, [r])[r.id][-1] for r in alone))
+    ratio = statistics.median(x / y for x, y in zip(together, single, strict=True))
     print(
-        f"16 at once: {16 * 48 / batch:.0f} tokens/s, one by one {4 * 48 / alone:.0f}: "
-        f"{4 * alone / batch:.1f}x (4.0x)"
+        f"16 at once: {statistics.median(together):.0f} tokens/s, one by one "
+        f"{statistics.median(single):.0f}: {ratio:.1f}x (4.0x)"
     )
 
     pages = 16 * engine.runner.geometry.page_tokens

@@ -66,14 +66,16 @@ struct Head {
 };
 
 inline void convolve(float* last, int64_t apart, const float* taps, const float* x, int64_t width,
-                     float* y) {
+                     float* __restrict y) {
+    const float *a = last + apart, *b = last + 2 * apart, *c = last + 3 * apart;
     for (int64_t i = 0; i < width; ++i) {
-        const float a = last[apart + i], b = last[2 * apart + i], c = last[3 * apart + i];
         const float* w = taps + i * TAPS;
-        const float sum = a * w[0] + b * w[1] + c * w[2] + x[i] * w[3];
+        const float sum = a[i] * w[0] + b[i] * w[1] + c[i] * w[2] + x[i] * w[3];
         y[i] = sum * sigmoid(sum);
-        last[i] = a, last[apart + i] = b, last[2 * apart + i] = c, last[3 * apart + i] = x[i];
     }
+    for (int j = 0; j + 1 < TAPS; ++j)
+        memcpy(last + j * apart, last + (j + 1) * apart, width * sizeof(float));
+    memcpy(last + (TAPS - 1) * apart, x, width * sizeof(float));
 }
 
 inline void unit(float* x, int64_t width, float scale) {
@@ -88,18 +90,15 @@ inline void recur(const Head& head, int64_t width, int64_t column, float beta, f
     vec error[C], out[C] = {};
     for (int c = 0; c < C; ++c) error[c] = load(&head.v[column + c * LANES]);
     for (int64_t i = 0; i < width; ++i) {
-        float* row = head.S + i * width + column;
-        for (int c = 0; c < C; ++c) {
-            const vec s = load(row + c * LANES) * head.decay[i];
-            store(row + c * LANES, s);
-            error[c] -= s * head.k[i];
-        }
+        const float* row = head.S + i * width + column;
+        const float k = head.decay[i] * head.k[i];
+        for (int c = 0; c < C; ++c) error[c] -= load(row + c * LANES) * k;
     }
     for (int64_t i = 0; i < width; ++i) {
         float* row = head.S + i * width + column;
-        const float k = head.k[i] * beta, q = head.q[i];
+        const float k = head.k[i] * beta, q = head.q[i], decay = head.decay[i];
         for (int c = 0; c < C; ++c) {
-            const vec s = load(row + c * LANES) + error[c] * k;
+            const vec s = load(row + c * LANES) * decay + error[c] * k;
             store(row + c * LANES, s);
             out[c] += s * q;
         }
@@ -109,12 +108,9 @@ inline void recur(const Head& head, int64_t width, int64_t column, float beta, f
 
 inline void recur_one(const Head& head, int64_t width, int64_t column, float beta, float* o) {
     float error = head.v[column], out = 0, *S = head.S + column;
+    for (int64_t i = 0; i < width; ++i) error -= S[i * width] * (head.decay[i] * head.k[i]);
     for (int64_t i = 0; i < width; ++i) {
-        S[i * width] *= head.decay[i];
-        error -= S[i * width] * head.k[i];
-    }
-    for (int64_t i = 0; i < width; ++i) {
-        S[i * width] += error * (head.k[i] * beta);
+        S[i * width] = S[i * width] * head.decay[i] + error * (head.k[i] * beta);
         out += S[i * width] * head.q[i];
     }
     o[column] = out;
@@ -136,6 +132,8 @@ inline void advance(const Kda& a, Head& head, int64_t h, const Tokens& x, int64_
     int64_t column = 0;
     for (; column + 4 * LANES <= width; column += 4 * LANES)
         recur<4>(head, width, column, beta, head.o.data());
+    for (; column + 2 * LANES <= width; column += 2 * LANES)
+        recur<2>(head, width, column, beta, head.o.data());
     for (; column + LANES <= width; column += LANES)
         recur<1>(head, width, column, beta, head.o.data());
     for (; column < width; ++column) recur_one(head, width, column, beta, head.o.data());

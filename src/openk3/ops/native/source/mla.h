@@ -7,6 +7,7 @@
 #include "vectors.h"
 
 constexpr int64_t BLOCK = 128;  // positions at a time
+constexpr int TILE = 16;        // rows of a task
 
 struct Mla {
     const float *q, *kv_a, *gate;  // rows of heads * (nope + rope), latent + rope, heads * value
@@ -39,12 +40,12 @@ inline void record_latents(Program& program, const Mla& a) {
 // The running softmax of a few rows.
 struct Attention {
     std::vector<float> query, sums, weights;
-    float peak[ROWS], total[ROWS];
+    float peak[TILE], total[TILE];
 
     // Take `count` positions of keys, the first at `position`; row r sees up to `last` + r.
     void take(const float* keys, int64_t width, int64_t latent, int64_t count, int64_t position,
               int64_t last, int rows, float scale) {
-        const float* queries[ROWS];
+        const float* queries[TILE];
         for (int r = 0; r < rows; ++r) queries[r] = &query[r * width];
         float* p = weights.data();
         products(keys, width, count, queries, rows, width,
@@ -76,9 +77,9 @@ inline void attend(const Mla& a, const Pass& pass, const Tile& tile, int64_t h) 
     const Segment& s = pass.segments[tile.segment];
     const int64_t width = a.latent + a.rope, key = a.nope + a.rope, row = s.first + tile.first;
     const int rows = static_cast<int>(tile.count);
-    own.query.assign(ROWS * width, 0.0f);
-    own.sums.assign(ROWS * a.latent, 0.0f);
-    own.weights.resize(ROWS * BLOCK);
+    own.query.assign(TILE * width, 0.0f);
+    own.sums.assign(TILE * a.latent, 0.0f);
+    own.weights.resize(TILE * BLOCK);
     const float* up = a.kv_b + h * (a.nope + a.value) * a.latent;
     const float* q = a.q + (row * a.heads + h) * key;
     weighted_rows(up, a.latent, a.nope, q, a.heads * key, a.latent, own.query.data(), width, rows);
@@ -97,7 +98,7 @@ inline void attend(const Mla& a, const Pass& pass, const Tile& tile, int64_t h) 
                  last, rows, a.scale);
         at += count;
     }
-    const float* found[ROWS];
+    const float* found[TILE];
     for (int r = 0; r < rows; ++r) found[r] = &own.sums[r * a.latent];
     products(up + a.nope * a.latent, a.latent, a.value, found, rows, a.latent,
              [&](int64_t r, int64_t o, int many, const float* sums) {

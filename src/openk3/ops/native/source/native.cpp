@@ -8,7 +8,7 @@ extern "C" {
 
 Program* k3_new() {
     auto* program = new Program;
-    program->tile = ROWS;
+    program->tile = TILE;
     return program;
 }
 

@@ -260,11 +260,15 @@ inline void weighted(const float* w, int64_t stride, int64_t count, const float*
 
 inline void weighted_rows(const float* w, int64_t stride, int64_t count, const float* p,
                           int64_t p_apart, int64_t n, float* out, int64_t out_apart, int rows) {
-    switch (rows) {
-        case 1: return weighted<1>(w, stride, count, p, p_apart, n, out, out_apart);
-        case 2: return weighted<2>(w, stride, count, p, p_apart, n, out, out_apart);
-        case 3: return weighted<3>(w, stride, count, p, p_apart, n, out, out_apart);
-        default: return weighted<4>(w, stride, count, p, p_apart, n, out, out_apart);
+    for (int few; rows > 0; rows -= few, p += few * p_apart, out += few * out_apart) {
+        few = rows >= STRIP ? STRIP : rows >= 4 ? 4 : rows;
+        switch (few) {
+            case 1: weighted<1>(w, stride, count, p, p_apart, n, out, out_apart); break;
+            case 2: weighted<2>(w, stride, count, p, p_apart, n, out, out_apart); break;
+            case 3: weighted<3>(w, stride, count, p, p_apart, n, out, out_apart); break;
+            case 4: weighted<4>(w, stride, count, p, p_apart, n, out, out_apart); break;
+            default: weighted<STRIP>(w, stride, count, p, p_apart, n, out, out_apart);
+        }
     }
 }
 
