@@ -1,16 +1,47 @@
 """An engine over the scripted runner, with the small sizes of the tests: H = 16, P = 64."""
 
 import random
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 
 from openk3.engine import Engine, EngineConfig, Output, Request, SamplingParams
 from openk3.engine.cache.checks import check
+from openk3.engine.external import KeyValueStore
 from openk3.engine.scripted import Script, ScriptedRunner, from_prefix
 
 H, P = 16, 64
 VOCAB, END = 128, 127
 NEVER = 100
 """Ids from here on are not emitted by the script."""
+
+
+PAGE_BYTES = 8
+"""Of an engine with an external store; host_bytes counts them."""
+
+
+class Dictionary:
+    """An external store in memory."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def put(self, key: str, value: bytes) -> None:
+        self.values[key] = value
+
+    def get(self, key: str) -> bytes | None:
+        return self.values.get(key)
+
+    def is_exist(self, key: str) -> bool:
+        return key in self.values
+
+
+class AtOnce(Executor):
+    """Does what it is given before it says so: no thread decides the order of anything."""
+
+    def submit(self, fn, /, *args, **kwargs):
+        done: Future = Future()
+        done.set_result(fn(*args, **kwargs))
+        return done
 
 
 class Ticks:
@@ -54,6 +85,7 @@ class Driver:
         max_positions: int = 1 << 20,
         script: Script | None = None,
         check_every: int = 1,
+        external: KeyValueStore | None = None,
         **options,
     ) -> None:
         self.check_every = check_every
@@ -66,10 +98,11 @@ class Driver:
             end_id=END,
             max_positions=max_positions,
             window=options["num_drafts"] + 1 if options.get("num_drafts") else 0,
+            page_bytes=PAGE_BYTES if external else 1,
         )
         self.clock = Ticks()
         config = EngineConfig(**{"hash_block": H, "debug": True, **options})
-        self.engine = Engine(self.runner, config, clock=self.clock)
+        self.engine = Engine(self.runner, config, clock=self.clock, external=external)
         self.served: dict[str, Served] = {}
         self.steps = 0
 

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from engine_driver import NEVER, Driver, random_ids
+from engine_driver import NEVER, PAGE_BYTES, AtOnce, Dictionary, Driver, random_ids
 from openk3.engine.cache.checks import check
 from openk3.engine.scripted import from_prefix
 from openk3.engine.types import Media
@@ -48,6 +48,7 @@ class EngineMachine(RuleBasedStateMachine):
         cache=st.sampled_from([True, True, True, False]),
         overlap=st.booleans(),
         source=st.sampled_from(["ngram", "mtp"]),
+        external=st.booleans(),
     )
     def start(
         self,
@@ -62,6 +63,7 @@ class EngineMachine(RuleBasedStateMachine):
         cache,
         overlap,
         source,
+        external,
     ) -> None:
         self.driver = Driver(
             num_pages=num_pages,
@@ -72,11 +74,14 @@ class EngineMachine(RuleBasedStateMachine):
             max_running=max_running,
             num_drafts=drafts,
             draft=source,
-            host_bytes=host,
+            host_bytes=host * (PAGE_BYTES if external and host else 1),
+            external=Dictionary() if external and host else None,
             prefix_cache=cache,
             overlap=overlap and not drafts,
             script=from_prefix(5, memory=2),
         )
+        if store := self.driver.engine.memory.external:
+            store.threads = AtOnce()
         self.version = 0
 
     @rule(

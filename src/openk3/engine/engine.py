@@ -6,6 +6,7 @@
 
 from collections import Counter
 from collections.abc import Sequence as Seq
+from concurrent.futures import wait
 from dataclasses import dataclass
 from threading import RLock
 from typing import Any, cast
@@ -14,6 +15,7 @@ from openk3._io import Clock, SystemClock
 from openk3.engine.ahead import plan_ahead
 from openk3.engine.cache import Memory
 from openk3.engine.cache.checks import check
+from openk3.engine.external import External, KeyValueStore, open_store
 from openk3.engine.landing import land
 from openk3.engine.plan import ChunkResult, Prompt, Results, Runner, StepPlan, num_host_pages
 from openk3.engine.scheduler import Row, Scheduler
@@ -23,6 +25,9 @@ from openk3.errors import ConfigError, ConflictError, InputError, LimitError
 
 WARM_UP_LENGTHS = ((1,), (16,), (33, 47), (64, 128, 80), (1024,), (1000, 300, 7))
 """Prompts that come together: one and several, multiples of what kernels like, and others."""
+
+
+FETCH_WAIT_S = 0.02
 
 
 @dataclass
@@ -40,8 +45,14 @@ class Engine:
     `model` is an `openk3.model.K3` or anything that follows `openk3.engine.plan.Runner`."""
 
     def __init__(
-        self, model: Any, config: EngineConfig | None = None, *, clock: Clock | None = None
+        self,
+        model: Any,
+        config: EngineConfig | None = None,
+        *,
+        clock: Clock | None = None,
+        external: KeyValueStore | None = None,
     ) -> None:
+        """external: a store instead of the one that the config names."""
         self.config = config or EngineConfig()
         self.runner = _runner_for(model, self.config)
         self.clock = clock or SystemClock()
@@ -66,6 +77,7 @@ class Engine:
             num_host_pages=num_host_pages(shape, self.config),
             poison=self.config.debug,
         )
+        self.memory.external = self._external(external)
         self.scheduler = Scheduler(self.runner, self.config, self.memory, self.max_context)
         self._known: dict[str, Sequence] = {}
         self._done: list[Output] = []
@@ -80,6 +92,13 @@ class Engine:
         self._arrivals = 0
         self._counts: Counter[str] = Counter()
         """By the names of Stats."""
+
+    def _external(self, store: KeyValueStore | None) -> External | None:
+        if store is None and self.config.external is not None:
+            store = open_store(self.config.external)
+        if store is None:
+            return None
+        return External(store, self.runner.fingerprint(), self.runner.read_host)
 
     # Requests
 
@@ -104,6 +123,25 @@ class Engine:
             )
             self._known[request.id] = seq
             self.scheduler.enqueue(seq)
+            self._start_fetching(seq)
+
+    def _start_fetching(self, seq: Sequence) -> None:
+        external = self.memory.external
+        if external is not None and (wanted := self.memory.wanted(seq)):
+            seq.fetch = wanted, external.fetch(wanted)
+
+    def _land_fetched(self, wait_s: float = 0.0) -> None:
+        """Pieces that have come are findable in the host tier, and who waited for them goes on."""
+        external = self.memory.external
+        if external is None:
+            return
+        under_way = {seq.fetch[1]: seq for seq in self.scheduler.waiting if seq.fetch}
+        for future in wait(under_way, wait_s).done:
+            seq = under_way[future]
+            assert seq.fetch is not None, "it is under way"
+            write = self.runner.write_host
+            external.fetched += self.memory.bring(seq.fetch[0], future.result(), write)
+            seq.fetch, self.scheduler.stuck = None, False
 
     def _validate(self, request: Request, prompt: Prompt) -> None:
         ids = prompt.ids
@@ -148,8 +186,11 @@ class Engine:
         With overlap, the batch behind it is launched before this one's results are waited for."""
         with self._lock:
             assert not self._computing, "step is called while another step computes"
+            self._land_fetched()
             plan = None if self._flight else self.scheduler.plan()
             if plan is None and self._flight is None:
+                if not self._done:
+                    self._land_fetched(FETCH_WAIT_S)  # there is nothing else to do
                 return self._take_done()
             rows = list(self.scheduler.rows.values())
             self._computing = True
@@ -277,7 +318,7 @@ class Engine:
     def stats(self) -> Stats:
         """Counters and gauges of now."""
         with self._lock:
-            pool, scheduler = self.memory.pool, self.scheduler
+            pool, scheduler, external = self.memory.pool, self.scheduler, self.memory.external
             came = [seq.arrived for seq in scheduler.waiting]
             return Stats(
                 running=len(scheduler.running),
@@ -289,6 +330,8 @@ class Engine:
                 preemptions=scheduler.preemptions,
                 host_pages=self.memory.host.num_pages - len(self.memory.host.blank),
                 host_hits=self.memory.host_hits,
+                external_puts=external.puts if external else 0,
+                external_hits=external.fetched if external else 0,
                 hash_block=self.memory.block,
                 wait_seconds=self.clock.now() - min(came) if came else 0.0,
                 **self._counts,
@@ -315,6 +358,8 @@ class Engine:
         with self._lock:
             self._between_steps("reset")
             self.memory.clear()
+            if self.memory.external:
+                self.memory.external.generation += 1
 
     def drop_host(self) -> None:
         """Forget the host tier and give its memory back."""

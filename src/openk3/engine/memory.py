@@ -87,6 +87,16 @@ class PageMemory:
         """Give the host tier's memory back, until a copy needs it again."""
         self._host = None
 
+    def read_host(self, pages: Sequence[int]) -> bytes:
+        """The bytes of host pages, in order."""
+        return self._host_pool()[:, list(pages)].transpose(0, 1).numpy().tobytes()
+
+    def write_host(self, pages: Sequence[int], data: bytes) -> None:
+        """The opposite of `read_host`."""
+        flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        rows = flat.view(len(pages), len(self.pool), self.geometry.page_bytes)
+        self._host_pool()[:, list(pages)] = rows.transpose(0, 1)
+
     def group_of(self, layer: int) -> int:
         """The KDA group of a KDA layer."""
         return self.kda_layers.index(layer) // self.geometry.layers_per_group

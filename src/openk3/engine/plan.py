@@ -152,3 +152,15 @@ class Runner(Protocol):
     def drop_host(self) -> None:
         """Give the host tier's memory back; it may be taken again by a later copy."""
         ...
+
+    def read_host(self, pages: Sequence[int]) -> bytes:
+        """What host pages hold, in order, between two steps."""
+        ...
+
+    def write_host(self, pages: Sequence[int], data: bytes) -> None:
+        """Fill host pages with what `read_host` gave."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Names the model and its weights: memories of another are not mistaken for its own."""
+        ...

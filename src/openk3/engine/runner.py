@@ -1,5 +1,6 @@
 """Runs the scheduler's steps on a model: plan -> tensors -> one forward pass -> chosen tokens."""
 
+import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -85,6 +86,22 @@ class ModelRunner:
 
     def drop_host(self) -> None:
         self.memory.drop_host()
+
+    def read_host(self, pages: Sequence[int]) -> bytes:
+        return self.memory.read_host(pages)
+
+    def write_host(self, pages: Sequence[int], data: bytes) -> None:
+        self.memory.write_host(pages, data)
+
+    def fingerprint(self) -> str:
+        """Of the config, how memory is cut, and a few numbers of every weight."""
+        digest = hashlib.blake2b(digest_size=12)
+        digest.update(repr((self.model.config, self.geometry, self.memory.dtype)).encode())
+        for name, weight in self.model.state_dict().items():
+            flat = weight.detach().flatten()
+            some = flat[:: max(1, len(flat) // 16)][:32].double().cpu()
+            digest.update(name.encode() + some.numpy().tobytes())
+        return digest.hexdigest()
 
     def expand(self, request: Request) -> Prompt:
         """Each picture's media id once for each of its rows. Raises InputError."""

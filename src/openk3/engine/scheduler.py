@@ -105,6 +105,8 @@ class Scheduler:
                 self.stuck = not prefills
                 self._admit(prefills, left)
             self._prefill(prefills, left)
+        if not (self.rows or self.running) and all(seq.fetch for seq in self.waiting):
+            return None
         assert self.rows, f"{len(self.running)} running, {len(self.waiting)} waiting, none advances"
         chunks = tuple(self._chunk(row) for row in self.rows.values())
         return StepPlan(chunks, *self.memory.take_copies())
@@ -224,7 +226,7 @@ class Scheduler:
         for seq in self.waiting[:SCAN]:
             if not self.slots:
                 break
-            if not gets_some(seq, prefills, budget):
+            if seq.fetch is not None or not gets_some(seq, prefills, budget):
                 continue
             hit = self.memory.lookup(seq)
             start = hit.blocks * self.memory.block

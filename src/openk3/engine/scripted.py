@@ -84,6 +84,7 @@ class ScriptedRunner:
         self._accepted: dict[int, int] = {}
         """Of a slot's last window, tokens that its state does not hold yet."""
         self._prefixes: dict[int, tuple[str, list[int]]] = {}
+        self._written: list[tuple[tuple[object, ...], ...]] = []
         self._failed: dict[int, str] = {}
         self._chosen: dict[int, tuple[str, list[int]]] = {}
         """What a slot's request has been given so far, also what the engine has not seen yet."""
@@ -115,6 +116,23 @@ class ScriptedRunner:
 
     def drop_host(self) -> None:
         self.memory["host"].clear()
+
+    def read_host(self, pages: Sequence[int]) -> bytes:
+        """As long as pages are, whatever they stand for: digests are kept aside."""
+        if not pages:
+            return b""
+        held = tuple(tuple(self.memory["host"].get(page, [])) for page in pages)
+        self._written.append(held)
+        size = len(pages) * self.geometry.page_bytes * self.geometry.layers_per_group
+        return len(self._written).to_bytes(size, "big")
+
+    def write_host(self, pages: Sequence[int], data: bytes) -> None:
+        held = self._written[int.from_bytes(data, "big") - 1] if pages else ()
+        for page, cells in zip(pages, held, strict=True):
+            self.memory["host"][page] = list(cells)
+
+    def fingerprint(self) -> str:
+        return "scripted"
 
     def expand(self, request: Request) -> Prompt:
         """Each `media_id` becomes `picture_size` of them."""

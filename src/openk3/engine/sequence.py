@@ -1,8 +1,10 @@
 """One request on its way: what is known of it, and the memory it holds."""
 
 from bisect import bisect_right
+from concurrent.futures import Future
 
 from openk3.engine.cache.hashing import Chain
+from openk3.engine.cache.remote import Piece, Wanted
 from openk3.engine.cache.store import Holding
 from openk3.engine.drafts import Grams
 from openk3.engine.plan import Prompt
@@ -23,6 +25,7 @@ class Sequence:
         "chain",
         "computed",
         "estimate",
+        "fetch",
         "grams",
         "ids",
         "inflight",
@@ -58,6 +61,8 @@ class Sequence:
         self.marks = turn_ends(self.ids, end_id, chain.block)
         self.estimate = self.num_prompt
         """Tokens to compute before its first new one, by the last lookup."""
+        self.fetch: tuple[Wanted, Future[list[Piece]]] | None = None
+        """What is asked of the external store, until it has landed."""
         self.passed = 0
         """How often a later one was admitted because this one lacked pages."""
         self.scores: list[TokenLogprobs] = []

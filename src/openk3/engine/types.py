@@ -154,6 +154,9 @@ class EngineConfig:
     """Host memory for pages that are evicted from the pool; 0 drops them."""
     host_file: str | None = None
     """Keep the host tier in this file instead of memory."""
+    external: str | None = None
+    """A store behind the host tier: "folder:PATH", or "mooncake:SETTINGS.json" (the file that
+    MOONCAKE_CONFIG_PATH names). Needs host_bytes, through which its pages come and go."""
     num_drafts: int = 0
     """Draft tokens verified in one step; 0 turns speculation off."""
     draft: Literal["ngram", "mtp"] = "ngram"
@@ -191,6 +194,8 @@ class EngineConfig:
             raise ConfigError(f"num_pages must be at least 2, not {self.num_pages}")
         if not 0 <= self.num_drafts <= 16:
             raise ConfigError(f"num_drafts must be within [0, 16], not {self.num_drafts}")
+        if self.external is not None and self.host_bytes <= 0:
+            raise ConfigError("external needs host_bytes: its pages pass through the host tier")
         if self.num_drafts and self.draft == "mtp" and self.batch_invariant:
             raise ConfigError(
                 'draft = "mtp" drafts for several rows at once, batch_invariant computes tokens '
@@ -234,6 +239,10 @@ class Stats:
     """Pages kept in the host tier."""
     host_hits: int = 0
     """Pages brought back from it."""
+    external_puts: int = 0
+    """Pages that the host tier gave to the external store."""
+    external_hits: int = 0
+    """Pages brought back from that."""
     hash_block: int = 0
     """The shortest prefix that can be reused, and the grain of longer ones, in tokens."""
     wait_seconds: float = 0.0

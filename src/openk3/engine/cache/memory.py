@@ -1,15 +1,19 @@
 """Memory of sequences: opened with what the cache has of them, grown, landed, closed."""
 
 from bisect import insort
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from openk3.engine.cache.hashing import Chain, media_marks, root_key
 from openk3.engine.cache.lookup import Found, Hit, longest
+from openk3.engine.cache.remote import Piece, Wanted
 from openk3.engine.cache.store import Holding, Kind, Store
 from openk3.engine.plan import Checkpoint, Copy, Geometry, Prompt
 from openk3.engine.types import Request
 
 if TYPE_CHECKING:
+    from openk3.engine.external import External
     from openk3.engine.sequence import Sequence
 
 
@@ -31,7 +35,8 @@ class Memory:
         self.enabled = enabled
         self.version = ""
         self.pool = Store("pool", geometry.num_pages, self._write_back)
-        self.host = Store("host", num_host_pages)
+        self.host = Store("host", num_host_pages, self._put_away)
+        self.external: External | None = None
         self.tiers = (self.pool, self.host) if num_host_pages else (self.pool,)
         if poison:
             self.pool.blanked = list(range(geometry.num_pages))
@@ -74,6 +79,48 @@ class Memory:
             return Hit()
         seq.chain.extend(seq.ids, len(seq.ids))
         return longest(self.tiers, seq.chain.keys, limit, self.page // self.block)
+
+    def wanted(self, seq: "Sequence") -> Wanted | None:
+        """What an external store might have of a prompt, and the tiers lack."""
+        limit = min(len(seq.ids) - 1, seq.skippable) // self.block
+        hit, step, keys = self.lookup(seq), self.page // self.block, tuple(seq.chain.keys)
+        if not self.enabled or hit.blocks >= limit:
+            return None
+        blocks = range(hit.blocks + 1, limit + 1)
+        here = (b for b in blocks if any(t.find("state", keys[b - 1]) for t in self.tiers))
+        one = self.geometry.page_bytes * self.geometry.layers_per_group
+        return Wanted(
+            keys,
+            limit,
+            hit.chain // step * step,
+            hit.blocks,
+            frozenset(here),
+            step,
+            self.geometry.kda_groups,
+            self.host.num_pages,
+            {"latents": one, "state": one * self.geometry.kda_groups},
+        )
+
+    def bring(
+        self, wanted: Wanted, pieces: Seq[Piece], write: Callable[[Seq[int], bytes], None]
+    ) -> int:
+        """Take fetched pieces into the host tier; `write` fills host pages. How many pages."""
+        brought = 0
+        for piece in pieces:
+            key, end = wanted.keys[piece.block - 1], piece.block * self.block
+            count = self.geometry.kda_groups if piece.kind == "state" else 1
+            if self.host.find(piece.kind, key) or self.host.free < count:
+                continue
+            mine = Holding(piece.kind, self.host.take(count), end)
+            write(mine.pages, piece.data)
+            first = piece.block - 1
+            if piece.kind == "latents":
+                first = first // wanted.blocks_per_page * wanted.blocks_per_page
+            for block in range(first, piece.block):
+                self.host.register(mine, wanted.keys[block], (block + 1) * self.block)
+            self.host.release(mine)
+            brought += count
+        return brought
 
     # A sequence's memory
 
@@ -251,6 +298,11 @@ class Memory:
         poison = tuple(page for page in self.pool.blanked if page not in read)
         self.pool.blanked.clear()
         return copies, poison
+
+    def _put_away(self, holding: Holding) -> None:
+        """The host tier evicts."""
+        if self.external:
+            self.external.put(holding.kind, holding.keys[-1], holding.pages)
 
     def _write_back(self, holding: Holding) -> None:
         """The pool evicts: keep a copy in host memory, unless one is there."""

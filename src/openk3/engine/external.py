@@ -1,0 +1,211 @@
+"""A store behind the host tier, of this machine or of many: what the host evicts is put there, and
+fetched back into the host tier before a prompt that begins with it is admitted.
+
+Pages go by the keys of the prefix cache (`cache.hashing`), latents and states alike, under a name
+that separates models and weights. Everything that may wait (puts and fetches) happens on threads of
+its own; a request waits for its fetch and for nobody else's. Bounds: puts beyond MAX_PUTS under way
+are dropped, a fetch takes no more than the host tier has room for.
+"""
+
+import concurrent.futures as futures
+import json
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from openk3._io import atomic_file
+from openk3.engine.cache.remote import Piece, Wanted
+from openk3.engine.cache.store import Kind
+from openk3.errors import BackendError, ConfigError
+
+log = logging.getLogger(__name__)
+
+MAX_PUTS = 64
+
+
+class KeyValueStore(Protocol):
+    """Bytes by name. Methods may be called from several threads, and raise OSError or
+    BackendError; the engine then goes on without the store."""
+
+    def put(self, key: str, value: bytes) -> None: ...
+
+    def get(self, key: str) -> bytes | None: ...
+
+    def is_exist(self, key: str) -> bool: ...
+
+
+class FolderStore:
+    """One file a key. Nothing is ever deleted: the folder's size is its owner's business."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def put(self, key: str, value: bytes) -> None:
+        with atomic_file(self.folder / key) as file:
+            file.write(value)
+
+    def get(self, key: str) -> bytes | None:
+        try:
+            return (self.folder / key).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def is_exist(self, key: str) -> bool:
+        return (self.folder / key).exists()
+
+
+SETTINGS = {
+    "local_hostname": "localhost",
+    "metadata_server": "P2PHANDSHAKE",
+    "global_segment_size": 4 << 30,
+    "local_buffer_size": 1 << 30,
+    "protocol": "tcp",
+    "device_name": "",
+    "master_server_address": "127.0.0.1:50051",
+}
+"""Keys of Mooncake's own JSON settings, in the order of its `setup`, and what is taken without."""
+
+
+class MooncakeStore:
+    """A Mooncake store (pip install mooncake-transfer-engine), through its Python client.
+
+    `settings` is a file as MOONCAKE_CONFIG_PATH names it. Raises BackendError, ConfigError."""
+
+    def __init__(self, settings: str | Path, client: Any = None) -> None:
+        try:
+            given = json.loads(Path(settings).read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{settings}: no Mooncake settings: {error}") from None
+        if unknown := given.keys() - SETTINGS.keys():
+            raise ConfigError(f"{settings}: unknown keys {sorted(unknown)}; known: {[*SETTINGS]}")
+        self._client = client or _mooncake_client()
+        code = self._client.setup(*(SETTINGS | given).values())
+        if code:
+            raise BackendError(f"Mooncake's setup failed with code {code}; see {settings}")
+
+    def put(self, key: str, value: bytes) -> None:
+        if code := self._client.put(key, value):
+            raise BackendError(f"Mooncake's put failed with code {code}")
+
+    def get(self, key: str) -> bytes | None:
+        return bytes(self._client.get(key)) or None  # what is not there is empty
+
+    def is_exist(self, key: str) -> bool:
+        found = self._client.is_exist(key)
+        if found < 0:
+            raise BackendError(f"Mooncake's is_exist failed with code {found}")
+        return bool(found)
+
+
+def _mooncake_client() -> Any:
+    try:
+        from mooncake.store import MooncakeDistributedStore  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise BackendError(
+            f"Mooncake's client cannot be imported ({error}); "
+            "pip install mooncake-transfer-engine, or leave external out"
+        ) from None
+    return MooncakeDistributedStore()
+
+
+def open_store(text: str) -> KeyValueStore:
+    """The store that `EngineConfig.external` names: folder:PATH or mooncake:SETTINGS.json."""
+    kind, _, where = text.partition(":")
+    if kind not in ("folder", "mooncake") or not where:
+        raise ConfigError(f'external must be "folder:PATH" or "mooncake:SETTINGS.json", not {text}')
+    return FolderStore(where) if kind == "folder" else MooncakeStore(where)
+
+
+class External:
+    """The engine's side of a store. `read` gives the bytes of host pages."""
+
+    def __init__(
+        self,
+        store: KeyValueStore,
+        name: str,
+        read: Callable[[Sequence[int]], bytes],
+        executor: futures.Executor | None = None,
+    ) -> None:
+        self.store, self.name, self.read = store, name, read
+        self.threads = executor or futures.ThreadPoolExecutor(2, "external-store")
+        self.generation = 0
+        """Rises when all that was put is to be forgotten."""
+        self.failure: str | None = None
+        """Why the store is not used any more."""
+        self.puts = self.fetched = 0
+        """Pages put and brought back."""
+        self._under_way: set[futures.Future[None]] = set()
+
+    def close(self) -> None:
+        """Wait for what is under way."""
+        self.threads.shutdown()
+
+    def _key(self, kind: Kind, key: bytes) -> str:
+        return f"{self.name}-{self.generation}-{kind}-{key.hex()}"
+
+    def put(self, kind: Kind, key: bytes, pages: Sequence[int]) -> None:
+        """Keep what these host pages hold, some time soon."""
+        self._under_way = {put for put in self._under_way if not put.done()}
+        if self.failure is None and len(self._under_way) < MAX_PUTS:
+            self.puts += len(pages)
+            self._under_way.add(
+                self.threads.submit(self._put, self._key(kind, key), self.read(pages))
+            )
+
+    def _put(self, key: str, data: bytes) -> None:
+        try:
+            if not self.store.is_exist(key):
+                self.store.put(key, data)
+        except (OSError, BackendError) as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = f"{type(error).__name__}: {error}"
+        log.warning("the external store is not used any more: %s", self.failure)
+
+    def fetch(self, ask: Wanted) -> futures.Future[list[Piece]]:
+        """Start to bring what makes a prompt's hit longer; nothing, or all that it takes."""
+        return self.threads.submit(self._fetch, ask)
+
+    def _fetch(self, ask: Wanted) -> list[Piece]:
+        if self.failure is not None:
+            return []
+        try:
+            return self._pieces(ask)
+        except (OSError, BackendError) as error:
+            self._fail(error)
+            return []
+
+    def _has(self, kind: Kind, key: bytes) -> bool:
+        return self.store.is_exist(self._key(kind, key))
+
+    def _pieces(self, ask: Wanted) -> list[Piece]:
+        keys, step = ask.keys, ask.blocks_per_page
+        pages, chain = [], ask.whole
+        while chain + step <= ask.limit and self._has("latents", keys[chain + step - 1]):
+            chain += step
+            pages.append(chain)
+        for end in range(min(chain + step - 1, ask.limit), chain, -1):
+            if self._has("latents", keys[end - 1]):
+                pages.append(end)
+                chain = end
+                break
+        hits = range(chain, ask.hit, -1)
+        hit = next((b for b in hits if b in ask.states or self._has("state", keys[b - 1])), None)
+        if hit is None:
+            return []
+        pages = [end for i, end in enumerate(pages) if i == 0 or pages[i - 1] < hit]
+        wanted: list[tuple[Kind, int]] = [("latents", end) for end in pages]
+        if hit not in ask.states:
+            wanted.append(("state", hit))
+        if len(pages) + (hit not in ask.states) * ask.state_pages > ask.room:
+            return []
+        pieces = []
+        for kind, end in wanted:
+            data = self.store.get(self._key(kind, keys[end - 1]))
+            if data is None or len(data) != ask.num_bytes[kind]:  # gone since, or cut
+                return []
+            pieces.append(Piece(kind, end, data))
+        return pieces
