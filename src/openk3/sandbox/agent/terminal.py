@@ -53,7 +53,10 @@ class Terminal:
         """A new size, told to the programs in the terminal."""
         if not self.master.open:
             return
-        self._before = (self._before | {get_size(self.master.fd)}) - {size}
+        current = get_size(self.master.fd)
+        if size == current and not self._before:
+            return
+        self._before = (self._before | {current}) - {size}
         self._change += 1
         self._apply(size)
         self._look_again(self._change, size, LOOK_AGAIN_S)
