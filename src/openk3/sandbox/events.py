@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from contextlib import suppress
 from typing import Any
 
 from openk3.sandbox.store.home import Home
@@ -22,7 +23,8 @@ def emit(home: Home, event: str, sandbox_id: str, **fields: Any) -> None:
     finally:
         os.close(handle)
     if full:
-        os.replace(path, path.with_suffix(".jsonl.1"))
+        with suppress(FileNotFoundError):  # another process did it at the same time
+            os.replace(path, path.with_suffix(".jsonl.1"))
 
 
 def read(home: Home, sandbox_id: str | None = None) -> list[dict[str, Any]]:
