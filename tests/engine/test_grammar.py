@@ -132,6 +132,16 @@ def test_markup_can_be_written_with_real_markers_alone(grammars):
         follower.accept(tokenizer().end_of_msg_id)
 
 
+@pytest.mark.parametrize(
+    "name", ["Straße", "référence", "éé e", "b\\xdfe", "ÿ0", "城市e", 'q"ße', "[ßa]", "\u0080f"]
+)
+def test_letters_are_what_they_are_whatever_follows(grammars, name):
+    """xgrammar reads "\\xdfe", as it writes "ße" itself, as another letter."""
+    schema = {"type": "object", "properties": {name: {"const": name}}, "required": [name]}
+    got = json.loads(message(grammars.compile(thinking=False, schema=schema), 1, False)["content"])
+    assert got == {name: name}
+
+
 def nested(depth: int) -> dict:
     schema: dict = {"type": "integer"}
     for _ in range(depth):

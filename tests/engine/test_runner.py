@@ -118,6 +118,20 @@ def test_chunks_and_steps_are_one_pass(model, cut):
     check(seq, model, 12)
 
 
+def test_a05_a_prefill_in_chunks_and_single_tokens_leave_one_state(model):
+    """vllm#41292: the chunk path and the recurrent path held their states the other way round."""
+    ends = []
+    for cut in (60, 1):
+        seq = Sequence(runner(model), prompt_of(180))
+        while seq.start < 180:
+            step([seq], seq.chunk(min(cut, 180 - seq.start)))
+        for _ in range(39):
+            step([seq], seq.chunk(1))
+        ends.append((seq.known, [entry.chosen for entry in seq.logprobs]))
+    assert ends[0][0] == ends[1][0]
+    torch.testing.assert_close(ends[0][1], ends[1][1], atol=1e-4, rtol=0)
+
+
 def test_rows_of_all_kinds_share_a_step(model):
     shared = runner(model)
     a, b, c = (Sequence(shared, prompt_of(n, n), i) for i, n in enumerate((5, 30, 2)))

@@ -6,6 +6,7 @@ text for all arguments.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -66,6 +67,25 @@ def guarded(function: Callable[..., Any], *arguments: Any, **options: Any) -> An
         raise InputError(f"no grammar can be made of this schema: {reason:.300}") from None
 
 
+_LITERAL = re.compile(r'\[(?:\\.|[^\]\\])*\]|"(?:\\.|[^"\\])*"')
+_ESCAPE = re.compile(r"\\(?:x[89a-f][0-9a-f](?=[0-9A-Fa-f])|.)")
+
+
+def unambiguous(grammar: str) -> str:
+    r"""A grammar's text, whose strings are cut behind a letter such as "\xdf" where a hexadecimal
+    digit follows: xgrammar 0.2.9 writes the two so, and reads "\xdfe" as one letter ("Straße")."""
+
+    def cut(found: re.Match) -> str:
+        return found[0] + '" "' if len(found[0]) == 4 else found[0]
+
+    def literal(found: re.Match) -> str:
+        whole = found[0]
+        pieces = whole if whole[0] == "[" else _ESCAPE.sub(cut, whole)
+        return whole if pieces == whole else f"({pieces})"
+
+    return _LITERAL.sub(literal, grammar)
+
+
 class Formats:
     """Makes formats of one vocabulary. ids: marker to token id."""
 
@@ -98,7 +118,7 @@ class Formats:
             separators=(",", ":"),
             strict_mode=strict,
         )
-        return {"type": "grammar", "grammar": str(grammar)}
+        return {"type": "grammar", "grammar": unambiguous(str(grammar))}
 
     def check(self, schema: Any, where: str) -> None:
         """Raises InputError for a schema that is too large, too deep or has an unusable pattern."""
