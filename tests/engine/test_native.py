@@ -48,7 +48,7 @@ def test_a_mixed_step_is_the_plain_step(model, drafts):
     assert own._native is not None
     assert plain._native is None
     rng = random.Random(0)
-    ids = [rng.randrange(200) for _ in range(60)]
+    ids = [rng.randrange(200) for _ in range(110)]
     steps = [
         [chunk(own, 0, ids[:21], 0), chunk(own, 1, ids[:3], 0)],
         [
@@ -57,6 +57,7 @@ def test_a_mixed_step_is_the_plain_step(model, drafts):
             chunk(own, 2, ids[:30], 0, samples=False),
         ],
         [chunk(own, 2, ids[30:47], 30), chunk(own, 1, ids[4:5], 4, outputs=(1, 2))],
+        [chunk(own, 3, ids[:109], 0), chunk(own, 1, ids[5:6], 5, outputs=(1, 2, 3))],
     ]
     for plan in steps:
         taken = []

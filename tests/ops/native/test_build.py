@@ -117,8 +117,12 @@ def test_what_does_not_compile_is_said_and_not_tried_again(small, monkeypatch):
 
 
 @needs_compiler
-def test_a_compiler_without_openmp_builds_for_one_thread(small, monkeypatch):
-    monkeypatch.setattr(build, "OPENMP", ("-fno-such-thing", "-fopenmp-simd"))
+@pytest.mark.parametrize("first", ["-fno-such-thing", "-DMISSING"])
+def test_a_compiler_without_openmp_builds_for_one_thread(small, monkeypatch, first):
+    """It refuses the flag, or makes a library that lacks a function."""
+    lacks = "#ifdef MISSING\nint lost(); int use = lost();\n#endif\n"
+    (small / build.MAIN).write_text(lacks + SMALL)
+    monkeypatch.setattr(build, "OPENMP", (first, "-fopenmp-simd"))
     assert build._load().answer() == 42
 
 

@@ -36,7 +36,7 @@ def _program() -> Any:
 BACKENDS = BackendTable(
     "cpu_step",
     [
-        Backend("native", "a C++20 compiler", _usable, _program),
+        Backend("native", "a compiler for C++20: g++ 12 or newer, or clang++", _usable, _program),
         Backend("reference", "nothing", always, lambda: None),
     ],
 )

@@ -151,6 +151,15 @@ def _build(compiler: list[str], folder: Path, key: str) -> Path:
     return path
 
 
+def _load_error(path: Path) -> str | None:
+    """Why a library cannot be loaded: some compilers accept OpenMP without having its library."""
+    try:
+        ctypes.CDLL(str(path))
+    except OSError as error:
+        return f"error: {error}"
+    return None
+
+
 def _compile(compiler: list[str], target: Path) -> None:
     said = ""
     for threads in OPENMP:
@@ -161,9 +170,10 @@ def _compile(compiler: list[str], target: Path) -> None:
             )
         except subprocess.TimeoutExpired as error:
             raise BackendError(f"{compiler[0]} took longer than {COMPILE_S} s") from error
-        if ran.returncode == 0:
+        problem = ran.stderr if ran.returncode else _load_error(target)
+        if problem is None:
             return
-        said = said or ran.stderr
+        said = said or problem
     lines = said.strip().splitlines() or ["no message"]
     first = next((line for line in lines if "error" in line), lines[0])
     raise BackendError(f"{compiler[0]} does not compile the CPU kernels: {first}")
