@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine_driver import END, Driver, H, P, random_ids
+from engine_driver import END, NEVER, Driver, H, P, random_ids
 from openk3.engine import Engine, EngineConfig, Request
 from openk3.engine.budget import share
 from openk3.engine.plan import UNKNOWN
@@ -359,6 +359,25 @@ def test_drafts_of_a_draft_layer():
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
     windows = [chunk.token_ids for plan in driver.runner.plans for chunk in plan.chunks]
     assert {ids[1:] for ids in windows[1:]} == {(), (UNKNOWN,), (UNKNOWN, UNKNOWN)}
+    driver.assert_idle()
+
+
+@pytest.mark.parametrize("num_pages", [256, 12])
+def test_warming_up_leaves_nothing_behind(num_pages):
+    driver = Driver(num_pages=num_pages, script=from_prefix(NEVER))
+    driver.engine.warm_up()
+    assert driver.runner.plans == []  # this runner compiles nothing
+    driver.runner.warm_up = lambda: True
+    driver.engine.warm_up()
+    lengths = {sum(len(chunk.token_ids) for chunk in plan.chunks) for plan in driver.runner.plans}
+    assert {1, 16, 33 + 47} <= lengths
+    stats = driver.engine.stats()
+    assert (stats.steps, stats.cached_pages, stats.finished) == (0, 0, 0)
+    running = driver.add(random_ids(9), 5)
+    with pytest.raises(ConflictError, match="before the first"):
+        driver.engine.warm_up()
+    driver.drain()
+    assert len(running.ids) == 5
     driver.assert_idle()
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 from concurrent.futures import wait
 from dataclasses import dataclass
+from itertools import count
 from threading import RLock
 from typing import Any, cast
 
@@ -344,10 +345,13 @@ class Engine:
             raise ConflictError("warm_up is called while requests run; call it before the first")
         record = getattr(self.runner, "warm_up", None)
         if record is not None and record():
+            numbers = count()
             for lengths in WARM_UP_LENGTHS:
-                for i, length in enumerate(min(n, self.max_context - 3) for n in lengths):
+                for length in (max(1, min(n, self.max_context - 3)) for n in lengths):
+                    number = next(numbers)  # a token of its own: nothing is found in the cache
                     params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
-                    self.add(Request(f"warm-up {i}", (0,) * max(length, 1), params))
+                    ids = (number % self.runner.vocab_size,) * length
+                    self.add(Request(f"warm-up {number}", ids, params))
                 while self.busy:
                     self.step()
             self.reset()

@@ -21,6 +21,10 @@ from openk3.model.ports import Context
 class InvariantRunner(ModelRunner):
     """A runner whose floats depend on a request alone."""
 
+    def warm_up(self) -> bool:
+        """Nothing: its steps are not recorded, and prompts of any length are single tokens."""
+        return False
+
     def _advance(self, chunks: Sequence[Chunk]) -> Results:
         results = [self._alone(chunk) for chunk in chunks]
         return lambda: results
