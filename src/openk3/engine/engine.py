@@ -6,29 +6,23 @@
 
 from collections import Counter
 from collections.abc import Sequence as Seq
-from concurrent.futures import wait
 from dataclasses import dataclass
-from itertools import count
 from threading import RLock
 from typing import Any, cast
 
 from openk3._io import Clock, SystemClock
+from openk3.engine import fetching
 from openk3.engine.ahead import plan_ahead
 from openk3.engine.cache import Memory
 from openk3.engine.cache.checks import check
-from openk3.engine.external import External, KeyValueStore, open_store
+from openk3.engine.external import KeyValueStore
 from openk3.engine.landing import land
 from openk3.engine.plan import ChunkResult, Prompt, Results, Runner, StepPlan, num_host_pages
 from openk3.engine.scheduler import Row, Scheduler
 from openk3.engine.sequence import Sequence
-from openk3.engine.types import EngineConfig, Output, Request, SamplingParams, Stats
+from openk3.engine.types import EngineConfig, Output, Request, Stats
+from openk3.engine.warm_up import run_prompts
 from openk3.errors import ConfigError, ConflictError, InputError, LimitError
-
-WARM_UP_LENGTHS = ((1,), (16,), (33, 47), (64, 128, 80), (1024,), (1000, 300, 7))
-"""Prompts that come together: one and several, multiples of what kernels like, and others."""
-
-
-FETCH_WAIT_S = 0.02
 
 
 @dataclass
@@ -78,7 +72,7 @@ class Engine:
             num_host_pages=num_host_pages(shape, self.config),
             poison=self.config.debug,
         )
-        self.memory.external = self._external(external)
+        self.memory.external = fetching.connect(external, self.config, self.runner)
         self.scheduler = Scheduler(self.runner, self.config, self.memory, self.max_context)
         self._known: dict[str, Sequence] = {}
         self._done: list[Output] = []
@@ -93,13 +87,6 @@ class Engine:
         self._arrivals = 0
         self._counts: Counter[str] = Counter()
         """By the names of Stats."""
-
-    def _external(self, store: KeyValueStore | None) -> External | None:
-        if store is None and self.config.external is not None:
-            store = open_store(self.config.external)
-        if store is None:
-            return None
-        return External(store, self.runner.fingerprint(), self.runner.read_host)
 
     # Requests
 
@@ -124,25 +111,11 @@ class Engine:
             )
             self._known[request.id] = seq
             self.scheduler.enqueue(seq)
-            self._start_fetching(seq)
-
-    def _start_fetching(self, seq: Sequence) -> None:
-        external = self.memory.external
-        if external is not None and (wanted := self.memory.wanted(seq)):
-            seq.fetch = wanted, external.fetch(wanted)
+            fetching.start(seq, self.memory)
 
     def _land_fetched(self, wait_s: float = 0.0) -> None:
-        """Pieces that have come are findable in the host tier, and who waited for them goes on."""
-        external = self.memory.external
-        if external is None:
-            return
-        under_way = {seq.fetch[1]: seq for seq in self.scheduler.waiting if seq.fetch}
-        for future in wait(under_way, wait_s).done:
-            seq = under_way[future]
-            assert seq.fetch is not None, "it is under way"
-            write = self.runner.write_host
-            external.fetched += self.memory.bring(seq.fetch[0], future.result(), write)
-            seq.fetch, self.scheduler.stuck = None, False
+        if fetching.land(self.scheduler.waiting, self.memory, self.runner, wait_s):
+            self.scheduler.stuck = False
 
     def _validate(self, request: Request, prompt: Prompt) -> None:
         ids = prompt.ids
@@ -191,7 +164,7 @@ class Engine:
             plan = None if self._flight else self.scheduler.plan()
             if plan is None and self._flight is None:
                 if not self._done:
-                    self._land_fetched(FETCH_WAIT_S)  # there is nothing else to do
+                    self._land_fetched(fetching.WAIT_S)  # there is nothing else to do
                 return self._take_done()
             rows = list(self.scheduler.rows.values())
             self._computing = True
@@ -345,15 +318,7 @@ class Engine:
             raise ConflictError("warm_up is called while requests run; call it before the first")
         record = getattr(self.runner, "warm_up", None)
         if record is not None and record():
-            numbers = count()
-            for lengths in WARM_UP_LENGTHS:
-                for length in (max(1, min(n, self.max_context - 3)) for n in lengths):
-                    number = next(numbers)  # a token of its own: nothing is found in the cache
-                    params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
-                    ids = (number % self.runner.vocab_size,) * length
-                    self.add(Request(f"warm-up {number}", ids, params))
-                while self.busy:
-                    self.step()
+            run_prompts(self)
             self.reset()
             self._counts.clear()
 
