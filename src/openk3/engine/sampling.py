@@ -90,14 +90,18 @@ def choose(logits_RV: Tensor, rows: Sequence[Row], seed: int) -> list[Choice]:
 def start_choosing(logits_RV: Tensor, rows: Sequence[Row], seed: int) -> Chosen:
     """`choose`, without waiting for a device."""
     raw = logits_RV.float()
-    peak = raw.amax(-1, keepdim=True)
-    finite = peak.isfinite()[:, 0]
+    finite = _peak(raw).isfinite()
     scores = _edited(raw, rows)
     noisy = [i for i, row in enumerate(rows) if row.request.params.temperature > 0]
     if noisy:
         scores = _with_noise(scores, noisy, rows, seed)
     chosen = _likeliest(scores)
     return Chosen(chosen, finite, _logprobs(raw, chosen, rows))
+
+
+def _peak(raw: Tensor) -> Tensor:
+    """[R] the largest logits, NaN if one is. On a CPU by numpy: torch waits for its threads."""
+    return torch.from_numpy(raw.numpy().max(-1)) if raw.device.type == "cpu" else raw.amax(-1)
 
 
 def _likeliest(scores: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 // Products with weights, norms and AttnRes mixes of all rows of a pass.
 #pragma once
 
+#include "products.h"
 #include "program.h"
-#include "vectors.h"
 
 constexpr int64_t CHUNK = 64;  // outputs of a task
 

@@ -3,8 +3,8 @@
 // over the positions in blocks, in order, so that a row's result depends on its position alone.
 #pragma once
 
+#include "products.h"
 #include "program.h"
-#include "vectors.h"
 
 constexpr int64_t BLOCK = 128;  // positions at a time
 constexpr int TILE = 16;        // rows of a task

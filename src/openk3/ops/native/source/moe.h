@@ -5,8 +5,8 @@
 #include <algorithm>
 
 #include "linear.h"
+#include "products.h"
 #include "program.h"
-#include "vectors.h"
 
 struct Moe {
     const float *scores, *bias;  // router logits [rows, experts], [experts]
