@@ -22,6 +22,12 @@ KINDS = {
     "drafts": {"num_pages": 400, "num_drafts": 3},
     "drafts, short of pages": {"num_pages": 30, "num_drafts": 2, "host_bytes": 1 << 23},
     "layer drafts": {"num_pages": 400, "num_drafts": 3, "draft": "mtp"},
+    "layer drafts in plain steps": {
+        "num_pages": 400,
+        "num_drafts": 3,
+        "draft": "mtp",
+        "compiled": False,
+    },
     "layer drafts, short of pages": {
         "num_pages": 30,
         "num_drafts": 2,

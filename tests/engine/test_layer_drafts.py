@@ -40,10 +40,11 @@ def dense_drafts(model, known, count):
 
 KINDS = {
     "roomy": {},
+    "plain steps": {"compiled": False},
     "small chunks": {"max_batch_tokens": 7},
     "short of pages": {"num_pages": 13, "host_bytes": 1 << 22},
     "no cache": {"prefix_cache": False},
-    "two-phase mixes": {"two_phase": True},
+    "two-phase mixes": {"two_phase": True, "compiled": False},
 }
 
 

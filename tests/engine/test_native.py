@@ -129,12 +129,16 @@ def test_without_a_compiler_steps_are_plain_and_it_is_said(model, monkeypatch, c
         Engine(model, EngineConfig(**SIZES, compiled=True))
 
 
-def test_a_draft_layer_has_plain_steps():
+def test_a_draft_layer_reads_the_hidden_states_of_compiled_steps():
     model = lively_model(seed=3, mtp=True)
     options = {**SIZES, "num_drafts": 2, "draft": "mtp"}
-    assert ModelRunner(model, EngineConfig(**options))._native is None
-    with pytest.raises(ConfigError, match="draft layer reads hidden states"):
-        Engine(model, EngineConfig(**options, compiled=True))
+    plain, compiled = (
+        Engine(model, EngineConfig(**options, compiled=form)) for form in (False, True)
+    )
+    assert answer(compiled, "a") == answer(plain, "a")
+    assert compiled.runner._native is not None
+    drafted = [engine.stats().drafted_tokens for engine in (plain, compiled)]
+    assert drafted[0] == drafted[1] > 0
 
 
 def test_a_build_that_fails_leaves_plain_steps(model, monkeypatch, caplog):

@@ -13,6 +13,7 @@ the layer writes then is written again, from true hidden states, by the pass tha
 Legend: N tokens of a packed row, B rows, T tokens of a decoding row, d model width.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -95,9 +96,19 @@ class LayerDrafts:
             before[: rows.num_tokens : rows.tokens] = kept[rows.states[0].long()]
         if prefill is not None:
             before[self._index([c.first for c in prefill.chunks])] = kept[prefill.states[0]]
-        latent, k_rope = self.layer.latents(before[None], self.model.embed_tokens(ids))
-        pages = self.memory.latents(self.layer.self_attn.layer)
-        pages[sequence.page, sequence.offset] = torch.cat([latent, k_rope], -1)[0]
+        self._write(sequence.page, sequence.offset, before, ids)
+
+    def extend_chunks(self, chunks: Sequence[Chunk], hidden: Tensor) -> None:
+        """`extend` for chunks whose tokens' hidden states [N, d] follow each other unfilled."""
+        before = torch.empty_like(hidden)
+        before[1:] = hidden[:-1]
+        first = self._index(batch.firsts([], chunks))
+        before[first] = self.memory.hiddens()[self._index([c.state_pages[0] for c in chunks])]
+        ids = self._index([token for c in chunks for token in c.token_ids])
+        places = [batch.places(c, self.memory.geometry.page_tokens) for c in chunks]
+        pages, offsets = (itertools.chain(*some) for some in zip(*places, strict=True))
+        page, offset = self._index(list(pages)), self._index(list(offsets))
+        self._write(page, offset, before, ids[None])
 
     def keep(
         self, chunks: Sequence[Chunk], ends: Sequence[int], hidden: Tensor, first: Sequence[int]
@@ -113,6 +124,12 @@ class LayerDrafts:
             pages += [own[0] for _, own in points]
             places += [begin + position - chunk.start - 1 for position, _ in points]
         self.memory.hiddens()[self._index(pages)] = hidden[self._index(places)]
+
+    def _write(self, page: Tensor, offset: Tensor, before: Tensor, ids: Tensor) -> None:
+        """The latents of pairs (before [N, d], ids [1, N]) where they belong."""
+        latent, k_rope = self.layer.latents(before[None], self.model.embed_tokens(ids))
+        pages = self.memory.latents(self.layer.self_attn.layer)
+        pages[page, offset] = torch.cat([latent, k_rope], -1)[0]
 
     def _index(self, values: Sequence[int]) -> Tensor:
         return on_device(list(values), self.memory.device, torch.int64)

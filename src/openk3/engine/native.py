@@ -162,8 +162,6 @@ def native_passes(
     if config.compiled is False:
         return None
     problem = unfit(model)
-    if config.num_drafts and config.draft == "mtp":
-        problem = problem or "a draft layer reads hidden states of plain steps"
     if problem is None:
         try:
             made = NativePasses(model, memory, pending, config)

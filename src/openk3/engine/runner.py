@@ -149,7 +149,9 @@ class ModelRunner:
                 found[slot] = replace(found[slot], prompt_logprobs=score.wait())
             if self._drafts is not None:
                 ends = [_standing(c, found[c.slot]) for c in (*decode, *prefill)]
-                self._drafts.keep((*decode, *prefill), ends, hidden, batch.firsts(decode, prefill))
+                known = sum(len(c.token_ids) for c in chunks)  # of rows that are filled up, more
+                rows = (decode, prefill) if len(hidden) > known else ((), (*decode, *prefill))
+                self._drafts.keep((*decode, *prefill), ends, hidden, batch.firsts(*rows))
             return [found[chunk.slot] for chunk in chunks]
 
         return results
@@ -194,7 +196,10 @@ class ModelRunner:
     def _pass(self, decode: Sequence[Chunk], prefill: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
         """Logits [R, V] of the tokens that choose, decoding rows first; hidden states [N, d]."""
         if self._native is not None and self._native.takes((*decode, *prefill)):
-            return self._native.run(decode, prefill, self._accepted)
+            logits, hidden = self._native.run(decode, prefill, self._accepted)
+            if self._drafts is not None:
+                self._drafts.extend_chunks((*decode, *prefill), hidden)
+            return logits, hidden
         rows = batch.decode_rows(decode, self.memory, self._accepted)
         if self._graphs is not None and not prefill:
             logits, hidden = self._graphs.run(rows, lambda ids: self._known(ids, decode))
