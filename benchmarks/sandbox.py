@@ -60,7 +60,7 @@ async def _answer(box: Sandbox) -> None:
 async def measure(
     make: Callable[..., Awaitable[Sandbox]], repeat: int, clock: Clock
 ) -> list[SnapshotInfo]:
-    """The life of `repeat` sandboxes, then forks of eight, one 50 MB stream; the snapshots made."""
+    """Lives of `repeat` sandboxes, as many forks of eight, one 50 MB stream; the snapshots made."""
     saved: list[SnapshotInfo] = []
 
     async def born() -> Sandbox:
@@ -81,7 +81,7 @@ async def measure(
         saved.append(await clock.time("snapshot", box.snapshot))
         await clock.time("kill", box.kill)
     box = await make()
-    for _ in range(max(1, repeat // 5)):
+    for _ in range(repeat):
 
         async def fork(box: Sandbox = box) -> list[Sandbox]:
             copies = await box.fork(8)
