@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from openk3.engine import Engine, EngineConfig, Request, SamplingParams, native
-from openk3.engine.native import unfit
 from openk3.engine.plan import UNKNOWN, Chunk, StepPlan
+from openk3.engine.recordable import unfit
 from openk3.engine.runner import ModelRunner
 from openk3.errors import ConfigError
 from openk3.model import cast
@@ -118,6 +118,36 @@ def test_new_weights_are_used_wherever_they_lie():
     assert answer(engine, "c") == first
 
 
+@needs_compiler
+def test_a_model_that_is_changed_is_recorded_again_or_runs_plain(caplog):
+    """What plain steps would see at once: modules replaced, hooks, weights that lie apart."""
+    model, other = lively_model(seed=3), lively_model(seed=4)
+    engine = Engine(model, EngineConfig(**SIZES, prefix_cache=False))
+
+    def agree(name):
+        plain = Engine(model, EngineConfig(**SIZES, compiled=False))
+        ours = answer(engine, name)
+        assert ours == answer(plain, name)
+        return ours
+
+    seen = [agree("a")]
+    model.layers[1].self_attn = other.layers[1].self_attn
+    seen.append(agree("b"))
+    assert engine.runner._native._recorder is not None
+    handle = model.layers[2].self_attn.o_proj.register_forward_hook(lambda m, i, o: 3 * o)
+    seen.append(agree("c"))
+    assert engine.runner._native._recorder is None
+    assert "steps run as Python from now on: Linear modules, or hooks" in caplog.text
+    handle.remove()
+    assert agree("d") == seen[1]
+    assert engine.runner._native._recorder is not None
+    apart = model.layers[0].self_attn.q_proj.weight
+    apart.data = other.layers[0].self_attn.q_proj.weight.data.T.contiguous().T
+    seen.append(agree("e"))
+    assert engine.runner._native._recorder is None
+    assert len(set(map(tuple, seen))) == len(seen)
+
+
 def test_without_a_compiler_steps_are_plain_and_it_is_said(model, monkeypatch, caplog):
     expected = answer(Engine(model, EngineConfig(**SIZES, compiled=False)), "a")
     monkeypatch.setattr(build, "find_compiler", lambda: None)
@@ -162,6 +192,12 @@ def test_what_the_recording_does_not_know_is_not_compiled(model):
     assert "hooks" in unfit(hooked)
     handle.remove()
     assert unfit(hooked) is None
+    biased = lively_model(seed=3)
+    biased.layers[0].self_attn.q_proj.bias = torch.nn.Parameter(torch.ones(128))
+    assert "bias" in unfit(biased)
+    apart = lively_model(seed=3)
+    apart.lm_head.weight.data = apart.lm_head.weight.data.T.contiguous().T
+    assert "one piece" in unfit(apart)
 
     class Adapted(torch.nn.Linear):
         pass

@@ -65,8 +65,9 @@ class InvariantRunner(ModelRunner):
             checkpoints=(),
             num_drafts=0,
         )
-        if self._native is not None and chunk.request.media is None:
-            return self._native.run([], [replace(one, samples=True)], {})[0]
+        native = None if chunk.request.media else self._native
+        if native is not None and native.takes([one]):
+            return native.run([], [replace(one, samples=True)], {})[0]
         rows = batch.decode_rows([one], self.memory, {})
         step = batch.build(rows, [one], [], self.memory, {})
         x = self.model.embed_tokens(step.input_ids)

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import select
 import subprocess
 import sys
 
@@ -71,7 +72,123 @@ def test_a_damaged_library_is_built_again(damage):
 def test_a_library_of_somebody_else_is_not_loaded(monkeypatch):
     build._load()
     monkeypatch.setattr(os, "getuid", lambda: 12345)
+    usable, reason = build.available()
+    assert not usable
+    assert "is not this user's" in reason
+    with pytest.raises(BackendError, match="is not this user's"):
+        build._load()
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("mode", "of_parent", "said"),
+    [
+        (0o700, 0o755, None),
+        (0o755, 0o1777, None),
+        (0o770, 0o755, "others may write"),
+        (0o777, 0o755, "others may write"),
+        (0o700, 0o777, "others may replace"),
+    ],
+)
+def test_a_folder_that_others_can_fill_is_not_used(mode, of_parent, said):
+    folder = build.cache_folder()
+    folder.mkdir(parents=True)
+    folder.chmod(mode)
+    folder.parent.chmod(of_parent)
+    if said is None:
+        assert build._load().answer() == 42
+        return
+    with pytest.raises(BackendError, match=f"{said}.*OPENK3_CACHE"):
+        build._load()
+    assert libraries() == []
+
+
+@needs_compiler
+def test_what_is_built_is_for_this_user_alone():
+    before = os.umask(0)
+    try:
+        build._load()
+    finally:
+        os.umask(before)
+    [path] = libraries()
+    assert path.stat().st_mode & 0o077 == path.parent.stat().st_mode & 0o077 == 0
+
+
+@needs_compiler
+def test_files_that_others_may_write_links_and_folders_are_not_loaded():
+    build._load()
+    [path] = libraries()
+    path.chmod(0o666)
     assert "builds it on first use" in build.available()[1]
+    path.rename(path.parent / "real")
+    path.symlink_to("real")
+    assert "builds it on first use" in build.available()[1]
+    path.unlink()
+    path.mkdir(mode=0o700)
+    assert "builds it on first use" in build.available()[1]
+    path.rmdir()
+    path.symlink_to("nowhere")
+    assert build._load().answer() == 42
+
+
+@needs_compiler
+@pytest.mark.parametrize("place", ["~", "cache"])
+def test_a_cache_that_depends_on_the_working_folder_is_refused(monkeypatch, place):
+    monkeypatch.setenv("OPENK3_CACHE", place)
+    with pytest.raises(BackendError, match="depends on where the program is started"):
+        build._load()
+
+
+def script(path, *lines):
+    path.write_text("\n".join(["#!/bin/sh", *lines, ""]))
+    path.chmod(0o700)
+    return str(path)
+
+
+@pytest.mark.parametrize("lines", [["exit 1"], ["sleep 1000"], ["kill -9 $$"]])
+def test_a_compiler_that_cannot_say_its_version(tmp_path, monkeypatch, lines):
+    monkeypatch.setenv("CXX", script(tmp_path / "cxx", *lines))
+    monkeypatch.setattr("openk3.ops.native.compiler.VERSION_S", 0.5)
+    usable, reason = build.available()
+    assert not usable
+    assert "does not say its version" in reason
+
+
+def test_a_file_that_is_no_program(tmp_path, monkeypatch):
+    (tmp_path / "cxx").write_bytes(b"\x7fELF but not really")
+    (tmp_path / "cxx").chmod(0o700)
+    monkeypatch.setenv("CXX", str(tmp_path / "cxx"))
+    assert "does not say its version" in build.available()[1]
+    monkeypatch.setenv("CXX", "'g++")
+    assert "no C++ compiler" in build.available()[1]
+
+
+def test_a_compiler_that_hangs_is_ended_with_all_it_started(tmp_path, monkeypatch):
+    """As a driver's does, its child holds the pipes open; this one another as well."""
+    alive = tmp_path / "alive"
+    os.mkfifo(alive)
+    ended = os.open(alive, os.O_RDONLY | os.O_NONBLOCK)
+    lines = ['[ "$1" = --version ] && exec echo one', f"sleep 1000 3> {alive} &", "wait"]
+    monkeypatch.setenv("CXX", script(tmp_path / "cxx", *lines))
+    monkeypatch.setattr(build, "COMPILE_S", 3)
+    with pytest.raises(BackendError, match="took longer than 3 s"):
+        build._load()
+    assert select.select([ended], [], [], 60)[0], "the child goes on"
+    os.close(ended)
+    assert libraries() == []
+
+
+@needs_compiler
+def test_what_a_killed_build_left_is_swept_away():
+    old, new = (build.cache_folder() / f".build-{name}" for name in ("old", "new"))
+    for left in (old, new):
+        left.mkdir(parents=True)
+        (left / "made.so").write_text("half")
+    build.cache_folder().chmod(0o700)
+    os.utime(old, (0, 0))
+    build._load()
+    assert not old.exists()
+    assert new.exists()
 
 
 @needs_compiler

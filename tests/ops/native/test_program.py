@@ -335,3 +335,5 @@ def test_what_the_kernels_cannot_read_is_refused():
     for bad in (good.double(), good[:, ::2], good.to(torch.bfloat16)):
         with pytest.raises(InputError, match="contiguous float32"):
             program.linear(good, bad, good)
+    with pytest.raises(InputError, match="1 to 16 sources, not 17"):
+        program.mix_norm([good] * 17, good[0], good[0], 1e-5, good[0], 1e-5, good)

@@ -3,8 +3,9 @@
 A library lies in the cache folder under a name made of everything that went into it (sources,
 flags, compiler, processor) and of a digest of its own bytes: a file that was cut short or changed
 is not loaded but built again. It is written aside and renamed, so that processes that build at
-once do not disturb each other. Nothing but a C++20 compiler is needed; without one the reference
-in Python runs.
+once do not disturb each other. What is loaded is run: only a folder that nobody but this user can
+put files into is used. Nothing but a C++20 compiler is needed; without one the reference in Python
+runs.
 """
 
 import ctypes
@@ -15,12 +16,14 @@ import os
 import platform
 import shlex
 import shutil
-import subprocess
+import stat
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from openk3.errors import BackendError
+from openk3.ops.native.compiler import find_compiler, run, version
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +34,9 @@ FLAGS = (
 ).split()
 OPENMP = ("-fopenmp", "-fopenmp-simd")
 """The second, one thread alone, for compilers that come without OpenMP's library."""
-COMPILERS = ("c++", "g++", "clang++")
 COMPILE_S = 300
+ABANDONED_S = 3600
+"""Age of files of a build that was killed."""
 _failure: list[str] = []
 """Why building failed in this process: it is not tried again."""
 
@@ -41,10 +45,11 @@ def available() -> tuple[bool, str]:
     """Whether the library is there or could be built, and why. Builds nothing."""
     if _failure:
         return False, _failure[0]
-    compiler = find_compiler()
-    if compiler is None:
-        return False, "no C++ compiler (c++, g++ or clang++; or name one in CXX)"
-    known = _cached(cache_folder(), _key(compiler))
+    try:
+        compiler, folder, key = _needs()
+    except BackendError as error:
+        return False, str(error)
+    known = _cached(folder, key)
     if known is not None:
         return True, f"built: {known}"
     return True, f"{shlex.join(compiler)} builds it on first use, in seconds"
@@ -63,17 +68,24 @@ def load() -> ctypes.CDLL:
 
 
 def _load() -> ctypes.CDLL:
-    compiler = find_compiler()
-    if compiler is None:
-        raise BackendError(available()[1])
-    folder, key = cache_folder(), _key(compiler)
-    path = _cached(folder, key)
-    if path is None:
-        path = _build(compiler, folder, key)
+    compiler, folder, key = _needs()
+    path = _cached(folder, key) or _build(compiler, folder, key)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise BackendError(f"{path} cannot be loaded: {error}") from error
+
+
+def _needs() -> tuple[list[str], Path, str]:
+    """Compiler, folder and key. Raises BackendError if one is missing or not to be trusted."""
+    compiler = find_compiler()
+    if compiler is None:
+        raise BackendError("no C++ compiler (c++, g++ or clang++; or name one in CXX)")
+    folder = cache_folder()
+    doubt = _doubt(folder)
+    if doubt is not None:
+        raise BackendError(f"{doubt}; name another folder in OPENK3_CACHE")
+    return compiler, folder, _key(compiler)
 
 
 def cache_folder() -> Path:
@@ -84,29 +96,44 @@ def cache_folder() -> Path:
     return base / "native"
 
 
-def find_compiler() -> list[str] | None:
-    """The command of CXX, or the first compiler in PATH."""
-    named = shlex.split(os.environ.get("CXX", ""))
-    for name in [named] if named else [[name] for name in COMPILERS]:
-        found = shutil.which(name[0])
-        if found:
-            return [found, *name[1:]]
+def _doubt(folder: Path) -> str | None:
+    """Why libraries in a folder might be somebody else's, or None; it need not be there yet."""
+    if not folder.is_absolute():  # nor has a user a home whose name is still "~"
+        return f"{folder} depends on where the program is started"
+    try:
+        folder = folder.resolve()
+        if folder.exists() and not _own(folder.stat()):
+            return f"{folder} is not this user's, or others may write to it"
+        for parent in folder.parents:
+            found = parent.stat() if parent.exists() else None
+            if found and not _keeps(found):
+                return f"others may replace what is in {parent}"
+    except OSError as error:
+        return f"{folder} cannot be looked at: {error}"
     return None
 
 
+def _own(found: os.stat_result) -> bool:
+    """Whether this user owns a file or folder, and nobody else may write to it."""
+    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _keeps(found: os.stat_result) -> bool:
+    """Whether a folder's entries can be renamed by this user, its group and root only."""
+    closed = not found.st_mode & stat.S_IWOTH or bool(found.st_mode & stat.S_ISVTX)
+    return closed and found.st_uid in (os.getuid(), 0)
+
+
 def _key(compiler: list[str]) -> str:
+    said = version(tuple(compiler))
+    if not said:
+        raise BackendError(f"{shlex.join(compiler)} does not say its version")
     digest = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.read_bytes())
-    for part in (*FLAGS, *OPENMP, *compiler, _version(tuple(compiler)), _processor()):
+    for part in (*FLAGS, *OPENMP, *compiler, said, _processor()):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:20]
-
-
-@functools.cache
-def _version(compiler: tuple[str, ...]) -> str:
-    ran = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False)
-    return ran.stdout
 
 
 @functools.cache
@@ -124,9 +151,9 @@ def _processor() -> str:
 def _cached(folder: Path, key: str) -> Path | None:
     """A library of that key whose bytes are as they were written, and are this user's."""
     for path in sorted(folder.glob(f"{key}-*.so")):
-        mine = path.stat().st_uid == os.getuid()
-        if mine and path.stem == f"{key}-{_digest(path)}":
-            return path
+        with suppress(OSError):  # gone meanwhile, or not to be read: as if it were not there
+            if _own(path.lstat()) and path.stem == f"{key}-{_digest(path)}":
+                return path
     return None
 
 
@@ -139,16 +166,28 @@ def _build(compiler: list[str], folder: Path, key: str) -> Path:
     # a warning, since who waits should know why, in verbs that show no other log as well
     log.warning("compiling the CPU kernels with %s, once; they are kept in %s", compiler[0], folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _sweep(folder)
         with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as aside:
             made = Path(aside) / "made.so"
             _compile(compiler, made)
+            made.chmod(0o700)
             path = folder / f"{key}-{_digest(made)}.so"
             os.replace(made, path)
     except OSError as error:
-        raise BackendError(f"cannot keep a compiled library in {folder}: {error}") from error
+        raise BackendError(
+            f"cannot keep a compiled library in {folder}: {error}; name another in OPENK3_CACHE"
+        ) from error
     log.info("compiled in %.1f s", time.monotonic() - begin)
     return path
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what builds that were killed have left."""
+    for left in folder.glob(".build-*"):
+        with suppress(FileNotFoundError):  # another process sweeps too
+            if left.stat().st_mtime < time.time() - ABANDONED_S:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _load_error(path: Path) -> str | None:
@@ -164,12 +203,7 @@ def _compile(compiler: list[str], target: Path) -> None:
     said = ""
     for threads in OPENMP:
         command = [*compiler, *FLAGS, threads, str(SOURCES / MAIN), "-o", str(target)]
-        try:
-            ran = subprocess.run(
-                command, capture_output=True, text=True, check=False, timeout=COMPILE_S
-            )
-        except subprocess.TimeoutExpired as error:
-            raise BackendError(f"{compiler[0]} took longer than {COMPILE_S} s") from error
+        ran = run(command, COMPILE_S, TMPDIR=str(target.parent), LC_ALL="C")
         problem = ran.stderr if ran.returncode else _load_error(target)
         if problem is None:
             return

@@ -156,8 +156,10 @@ class Program:
         self, sources: Sequence[Tensor], query: Tensor, norm: Tensor, eps: float,
         out_norm: Tensor, out_eps: float, out: Tensor,
     ) -> None:  # fmt: skip
-        """`openk3.ops.attn_res.mix_norm` of every row; of one source its norm alone."""
-        assert 1 <= len(sources) <= MAX_SOURCES, f"{len(sources)} sources"
+        """`openk3.ops.attn_res.mix_norm` of every row; of one source its norm alone. Raises
+        InputError for more than MAX_SOURCES."""
+        if not 1 <= len(sources) <= MAX_SOURCES:
+            raise InputError(f"mix_norm takes 1 to {MAX_SOURCES} sources, not {len(sources)}")
         self.kept += sources
         table = (c_void_p * len(sources))(*map(pointer, sources))
         dim = out.shape[1]
