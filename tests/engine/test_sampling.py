@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from openk3.engine.sampling import Row, choose
+from openk3.engine.sampling import Row, _key, _uniform, choose
 from openk3.engine.types import Request, SamplingParams
 
 VOCAB = 64
@@ -64,6 +64,50 @@ def test_filters_keep_the_likeliest(params, kept):
         kept = int((ordered >= params["min_p"] * ordered[0]).sum())
     seen = many(scores, 3000, **params).nonzero()[:, 0].tolist()
     assert set(seen) == set(index[:kept].tolist())
+
+
+def by_full_sort(scores, r, seed):
+    """What a row chooses, by the definition of the filters over the sorted vocabulary."""
+    p, vocab = r.request.params, scores.shape[1]
+    scores = (scores - scores.amax(-1, keepdim=True)) / p.temperature
+    ordered, index = scores.sort(dim=-1, descending=True, stable=True)
+    probs = ordered.softmax(-1)
+    out = torch.arange(vocab)[None] >= (p.top_k or vocab)
+    out |= (probs.cumsum(-1) - probs >= p.top_p) & (p.top_p < 1)
+    out |= probs < p.min_p * probs[:, :1]
+    out[:, 0] = False
+    scores = scores.masked_fill(torch.zeros_like(out).scatter(-1, index, out), -torch.inf)
+    noise = _uniform([_key(r, seed)], torch.arange(vocab)[None])
+    return int((scores - (-noise.log()).log()).argmax())
+
+
+@pytest.mark.parametrize("vocab", [50, 3000, 40000])
+@pytest.mark.parametrize("logits", ["spread", "flat", "tied", "all tied", "mostly masked"])
+def test_filters_choose_as_over_the_sorted_vocabulary(vocab, logits):
+    rng = torch.Generator().manual_seed(vocab)
+    scores = torch.randn(12, vocab, generator=rng)
+    scores = {
+        "spread": 5 * scores,
+        "flat": 0.1 * scores,
+        "tied": scores.round(),
+        "all tied": torch.zeros_like(scores),
+        "mostly masked": scores.masked_fill(torch.arange(vocab) % 7 > 0, -torch.inf),
+    }[logits]
+    filters = [{"top_p": 0.95}, {"top_p": 0.3}, {"top_k": 20}, {"top_k": 700, "top_p": 0.9}]
+    filters += [{"min_p": 0.2}, {"min_p": 0.01, "top_p": 0.99, "temperature": 0.6}]
+    rows = [row(i, seed=i, **filters[i % len(filters)]) for i in range(12)]
+    expected = [by_full_sort(scores[i : i + 1], rows[i], 0) for i in range(12)]
+    assert ids(scores, rows) == expected
+    assert [ids(scores[i : i + 1], rows[i : i + 1])[0] for i in range(12)] == expected
+
+
+def test_rows_of_every_kind_share_a_batch():
+    scores = logits(6)
+    kinds = [{"temperature": 0.0}, {}, {"top_p": 0.5}]
+    rows = [row(i, seed=1, **kinds[i % 3]) for i in range(6)]
+    alone = [ids(scores[i : i + 1], rows[i : i + 1])[0] for i in range(6)]
+    assert ids(scores, rows) == alone
+    assert ids(scores[[1, 2]], rows[1:3]) == alone[1:3]
 
 
 def test_noise_belongs_to_the_position_not_to_the_batch():

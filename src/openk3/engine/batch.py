@@ -15,7 +15,7 @@ from torch import Tensor
 from openk3.engine.memory import PageMemory
 from openk3.engine.paged import DecodeRows, PagedSequence, PrefillChunk, PrefillRows
 from openk3.engine.plan import Checkpoint, Chunk, Copy
-from openk3.engine.sampling import on_device
+from openk3.engine.transfer import on_device
 from openk3.ops.kda.decode import Pending
 
 

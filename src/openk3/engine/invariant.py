@@ -11,9 +11,10 @@ from dataclasses import replace
 from torch import Tensor
 
 from openk3.engine import batch
+from openk3.engine.logprobs import Scores
 from openk3.engine.plan import Chunk, ChunkResult, Copy, Results
 from openk3.engine.runner import ModelRunner, sampling_rows
-from openk3.engine.sampling import Choice, Scores, choose
+from openk3.engine.sampling import Choice, choose
 from openk3.engine.types import TokenLogprobs
 from openk3.model.ports import Context
 

@@ -24,7 +24,8 @@ from openk3.engine import batch
 from openk3.engine.memory import PageMemory
 from openk3.engine.paged import DecodeRows, PagedSequence
 from openk3.engine.plan import UNKNOWN, Chunk
-from openk3.engine.sampling import Row, choose, on_device
+from openk3.engine.sampling import Row, choose
+from openk3.engine.transfer import on_device
 from openk3.errors import ConfigError
 from openk3.model.k3 import K3
 from openk3.model.ports import Context

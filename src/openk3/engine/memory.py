@@ -16,7 +16,7 @@ from torch import Tensor
 
 from openk3.config import ModelConfig
 from openk3.engine.plan import Copy, Geometry, num_host_pages
-from openk3.engine.sampling import on_device
+from openk3.engine.transfer import on_device
 from openk3.engine.types import EngineConfig
 from openk3.errors import ConfigError
 

@@ -13,12 +13,14 @@ from torch import Tensor
 from openk3.engine import batch
 from openk3.engine.graphs import DecodeGraphs
 from openk3.engine.layer_drafts import LayerDrafts
+from openk3.engine.logprobs import Scores
 from openk3.engine.memory import PageMemory
 from openk3.engine.native import native_passes
 from openk3.engine.paged import PagedSequence
 from openk3.engine.pictures import Pictures, expand
 from openk3.engine.plan import UNKNOWN, Chunk, ChunkResult, Prompt, Results, StepPlan
-from openk3.engine.sampling import Choice, Chosen, Row, Scores, on_device, start_choosing
+from openk3.engine.sampling import Choice, Chosen, Row, start_choosing
+from openk3.engine.transfer import on_device
 from openk3.engine.types import EngineConfig, Request
 from openk3.model import two_phase
 from openk3.model.k3 import K3

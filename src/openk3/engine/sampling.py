@@ -4,19 +4,21 @@ The noise of a position depends on the request's seed, the position and the toke
 else: neither on the batch nor on preemption. So a draft is verified by choosing a token at its
 position as always and comparing: what comes out with drafts is what comes out without.
 
-Legend: R rows (positions to sample), V vocabulary.
+Legend: R rows (positions to sample), V vocabulary, K candidates.
 """
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from openk3.engine.types import Request, SamplingParams, TokenLogprobs
+from openk3.engine.filters import candidates, is_filtered
+from openk3.engine.logprobs import Logprobs, start_logprobs
+from openk3.engine.transfer import on_device, to_host
+from openk3.engine.types import Request, TokenLogprobs
 
 MASK = 0xFFFFFFFF
 
@@ -46,7 +48,7 @@ class Choice:
 class Chosen:
     """Tokens that a device chooses while the host goes on; `wait` for what they are."""
 
-    def __init__(self, ids: Tensor, finite: Tensor, logprobs: "_Logprobs | None") -> None:
+    def __init__(self, ids: Tensor, finite: Tensor, logprobs: Logprobs | None) -> None:
         self.ids = ids
         """[R] int64, on the device"""
         self._logprobs = logprobs
@@ -70,18 +72,6 @@ class Chosen:
         ]
 
 
-def on_device(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor of host numbers; the host does not wait until a GPU has it."""
-    pinned = device.type == "cuda"
-    made = torch.tensor(values, dtype=dtype, pin_memory=pinned)
-    return made.to(device, non_blocking=True) if pinned else made
-
-
-def to_host(x: Tensor) -> Tensor:
-    """A copy on the host, which a GPU's is only once an event behind it has come."""
-    return x.to("cpu", non_blocking=True) if x.is_cuda else x
-
-
 def choose(logits_RV: Tensor, rows: Sequence[Row], seed: int) -> list[Choice]:
     """One token per row. logits [R, V] of any float dtype; `seed` is for requests without one."""
     return start_choosing(logits_RV, rows, seed).wait()
@@ -91,12 +81,9 @@ def start_choosing(logits_RV: Tensor, rows: Sequence[Row], seed: int) -> Chosen:
     """`choose`, without waiting for a device."""
     raw = logits_RV.float()
     finite = _peak(raw).isfinite()
-    scores = _edited(raw, rows)
-    noisy = [i for i, row in enumerate(rows) if row.request.params.temperature > 0]
-    if noisy:
-        scores = _with_noise(scores, noisy, rows, seed)
-    chosen = _likeliest(scores)
-    return Chosen(chosen, finite, _logprobs(raw, chosen, rows))
+    chosen = _chosen(_edited(raw, rows), rows, seed)
+    wanted = [row.request.params.logprobs for row in rows]
+    return Chosen(chosen, finite, start_logprobs(raw, chosen, wanted))
 
 
 def _peak(raw: Tensor) -> Tensor:
@@ -150,35 +137,34 @@ def _edit(scores_V: Tensor, row: Row) -> None:
             scores_V.masked_fill_(~allowed.to(device), -torch.inf)
 
 
-def _with_noise(scores: Tensor, noisy: list[int], rows: Sequence[Row], seed: int) -> Tensor:
-    """Scores whose largest is a sample, for the rows `noisy`: the Gumbel trick."""
-    params = [rows[i].request.params for i in noisy]
-    every = len(noisy) == len(rows)
-    some = scores if every else scores[on_device(noisy, scores.device)]
-    heat = on_device([[p.temperature] for p in params], scores.device, torch.float32)
+def _chosen(scores: Tensor, rows: Sequence[Row], seed: int) -> Tensor:
+    """[R] int64: the likeliest token, or a sample for rows with a temperature."""
+    params = [row.request.params for row in rows]
+    kinds = [is_filtered(p) if p.temperature > 0 else None for p in params]
+    chosen = _likeliest(scores) if None in kinds else scores.new_empty(len(rows), dtype=torch.int64)
+    for filtered in (False, True):
+        some = [i for i, kind in enumerate(kinds) if kind is filtered]
+        if len(some) == len(rows):
+            return _sample(scores, rows, seed, filtered)
+        if some:
+            at = on_device(some, scores.device)
+            picked = _sample(scores[at], [rows[i] for i in some], seed, filtered)
+            chosen = chosen.index_copy(0, at, picked)
+    return chosen
+
+
+def _sample(scores: Tensor, rows: Sequence[Row], seed: int, filtered: bool) -> Tensor:
+    """[R] int64: ids that are the largest with noise (the Gumbel trick)."""
+    params, device = [row.request.params for row in rows], scores.device
+    heat = on_device([[p.temperature] for p in params], device, torch.float32)
     # the largest is moved to 0 first: no temperature, however small, then makes an infinity
-    some = (some - some.amax(-1, keepdim=True)) / heat
-    some = _filtered(some, params)
-    keys = [_key(rows[i], seed) for i in noisy]
-    some = some - (-_uniform(keys, some.shape[1], some.device).log()).log()
-    return some if every else scores.index_copy(0, on_device(noisy, scores.device), some)
-
-
-def _filtered(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """-inf where top-k, top-p or min-p leaves a token out. The likeliest always stays."""
-    if all(p.top_k == 0 and p.top_p == 1 and p.min_p == 0 for p in params):
-        return scores
-    device, vocab = scores.device, scores.shape[1]
-    ordered, index = scores.sort(dim=-1, descending=True, stable=True)
-    probs = ordered.softmax(-1)
-    top_k = on_device([[p.top_k or vocab] for p in params], device)
-    top_p = on_device([[p.top_p] for p in params], device, torch.float32)
-    min_p = on_device([[p.min_p] for p in params], device, torch.float32)
-    out = torch.arange(vocab, device=device) >= top_k
-    out |= (probs.cumsum(-1) - probs >= top_p) & (top_p < 1)
-    out |= probs < min_p * probs[:, :1]
-    out[:, 0] = False
-    return scores.masked_fill(torch.zeros_like(out).scatter(-1, index, out), -torch.inf)
+    scores = (scores - scores.amax(-1, keepdim=True)) / heat
+    ids = torch.arange(scores.shape[1], device=device)[None]
+    if filtered:
+        ids, scores = candidates(scores, params)
+    noise = _uniform([_key(row, seed) for row in rows], ids)
+    best = _likeliest(scores - (-noise.log()).log())
+    return ids.expand_as(scores).gather(-1, best[:, None])[:, 0]
 
 
 def _key(row: Row, seed: int) -> tuple[int, int]:
@@ -189,11 +175,11 @@ def _key(row: Row, seed: int) -> tuple[int, int]:
     return int.from_bytes(word[:4], "little"), int.from_bytes(word[4:], "little")
 
 
-def _uniform(keys: Sequence[tuple[int, int]], vocab: int, device: torch.device) -> Tensor:
-    """[R, V] numbers inside (0, 1), a function of the row's key and the token id alone."""
-    low = on_device([[key[0]] for key in keys], device)
-    high = on_device([[key[1]] for key in keys], device)
-    x = _mix(torch.arange(vocab, device=device) ^ low)
+def _uniform(keys: Sequence[tuple[int, int]], ids: Tensor) -> Tensor:
+    """Numbers inside (0, 1) for ids [R or 1, K], a function of the row's key and the id alone."""
+    low = on_device([[key[0]] for key in keys], ids.device)
+    high = on_device([[key[1]] for key in keys], ids.device)
+    x = _mix(ids ^ low)
     x = _mix((x + high) & MASK)
     return ((x >> 9).float() + 0.5) * 2.0**-23
 
@@ -203,71 +189,3 @@ def _mix(x: Tensor) -> Tensor:
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK
     return x ^ (x >> 16)
-
-
-@dataclass
-class _Logprobs:
-    """The model's log-probabilities on their way to the host, for the rows that ask for them."""
-
-    own: Tensor
-    """[R]"""
-    values: Tensor
-    """[R, K], largest first"""
-    ids: Tensor
-    """[R, K]"""
-    wanted: list[int | None]
-
-    def read(self) -> list[TokenLogprobs | None]:
-        """Once they have come."""
-        rows = zip(
-            self.wanted, *(x.tolist() for x in (self.own, self.values, self.ids)), strict=True
-        )
-        return [
-            None
-            if count is None
-            else TokenLogprobs(own, tuple(zip(ids[:count], values[:count], strict=True)))
-            for count, own, values, ids in rows
-        ]
-
-
-def _logprobs(raw: Tensor, chosen: Tensor, rows: Sequence[Row]) -> _Logprobs | None:
-    return _of(raw, chosen, [row.request.params.logprobs for row in rows])
-
-
-def _of(raw: Tensor, chosen: Tensor, wanted: list[int | None]) -> _Logprobs | None:
-    most = max((w for w in wanted if w is not None), default=None)
-    if most is None:
-        return None
-    logp = raw.log_softmax(-1)
-    own = logp.gather(-1, chosen[:, None])[:, 0]
-    values, ids = logp.topk(min(most, raw.shape[1]))
-    return _Logprobs(to_host(own), to_host(values), to_host(ids), wanted)
-
-
-SCORED_AT_ONCE = 256
-"""Positions of a prompt whose logits are held together."""
-
-
-class Scores:
-    """Log-probabilities of given tokens, on their way to the host."""
-
-    def __init__(
-        self, hidden: Tensor, head: Callable[[Tensor], Tensor], ids: Sequence[int], top: int
-    ):
-        """head maps hidden states [R, d] to logits [R, V]; ids: the token behind each of them."""
-        targets = on_device(list(ids), hidden.device, torch.int64)
-        self._parts: list[_Logprobs | None] = []
-        for first in range(0, len(ids), SCORED_AT_ONCE):
-            here = slice(first, first + SCORED_AT_ONCE)
-            own = targets[here]
-            self._parts.append(_of(head(hidden[here]).float(), own, [top] * len(own)))
-        self._landed = torch.cuda.Event() if hidden.is_cuda else None
-        if self._landed is not None:
-            self._landed.record()
-
-    def wait(self) -> tuple[TokenLogprobs, ...]:
-        """One for each id."""
-        if self._landed is not None:
-            self._landed.synchronize()
-        found = (one for part in self._parts if part for one in part.read())
-        return tuple(one for one in found if one is not None)
