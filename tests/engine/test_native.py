@@ -159,6 +159,7 @@ def test_without_a_compiler_steps_are_plain_and_it_is_said(model, monkeypatch, c
         Engine(model, EngineConfig(**SIZES, compiled=True))
 
 
+@needs_compiler
 def test_a_draft_layer_reads_the_hidden_states_of_compiled_steps():
     model = lively_model(seed=3, mtp=True)
     options = {**SIZES, "num_drafts": 2, "draft": "mtp"}
