@@ -7,7 +7,6 @@
 #include "program.h"
 
 constexpr int64_t BLOCK = 128;  // positions at a time
-constexpr int TILE = 16;        // rows of a task
 
 struct Mla {
     const float *q, *kv_a, *gate;  // rows of heads * (nope + rope), latent + rope, heads * value

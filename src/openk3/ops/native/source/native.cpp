@@ -6,11 +6,7 @@
 
 extern "C" {
 
-Program* k3_new() {
-    auto* program = new Program;
-    program->tile = TILE;
-    return program;
-}
+Program* k3_new() { return new Program; }
 
 void k3_free(Program* program) { delete program; }
 

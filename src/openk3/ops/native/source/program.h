@@ -22,7 +22,9 @@ struct Segment {
     int64_t window, accepted, advance;
 };
 
-// A few rows of one segment.
+constexpr int TILE = 16;  // rows of an attention task
+
+// Up to TILE rows of one segment.
 struct Tile {
     int64_t segment, first, count;
 };
@@ -37,7 +39,7 @@ struct Pass {
 
     // [rows, groups, wanted, segments], ids, wanted, then each segment: count, start, window,
     // accepted, advance, number of pages, number of saves, states, pages, saves.
-    Pass(const int64_t* numbers, int64_t tile) {
+    explicit Pass(const int64_t* numbers) {
         const int64_t* at = numbers;
         rows = at[0], groups = at[1];
         const int64_t num_wanted = at[2], num_segments = at[3];
@@ -56,8 +58,8 @@ struct Pass {
             one.pages = one.states + groups;
             one.saves = one.pages + num_pages;
             at = one.saves + one.num_saves * (1 + groups);
-            for (int64_t i = 0; i < one.count; i += tile)
-                tiles.push_back({s, i, one.count - i < tile ? one.count - i : tile});
+            for (int64_t i = 0; i < one.count; i += TILE)
+                tiles.push_back({s, i, one.count - i < TILE ? one.count - i : TILE});
             segments.push_back(one);
             first += one.count;
         }
@@ -112,7 +114,6 @@ class Job {
 
 struct Program {
     std::vector<std::vector<Op>> phases;
-    int64_t tile;  // rows of an attention task
 
     void add(std::function<int64_t(const Pass&)> tasks,
              std::function<void(const Pass&, int64_t)> run) {
@@ -121,7 +122,7 @@ struct Program {
     }
 
     void run(const int64_t* numbers, int threads) const {
-        const Pass pass(numbers, tile);
+        const Pass pass(numbers);
         Job job(phases, pass);
         // OpenMP's threads are those of torch: a second crowd would fight with it for the cores
 #pragma omp parallel num_threads(threads)
