@@ -1,24 +1,22 @@
 """Memory of sequences: opened with what the cache has of them, grown, landed, closed."""
 
 from bisect import insort
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from openk3.engine.cache.hashing import Chain, media_marks, root_key
 from openk3.engine.cache.lookup import Found, Hit, longest
-from openk3.engine.cache.remote import Piece, Wanted
-from openk3.engine.cache.store import Holding, Kind, Store
+from openk3.engine.cache.remote import Wanted
+from openk3.engine.cache.store import Holding, Store
+from openk3.engine.cache.tiers import Tiers
 from openk3.engine.plan import Checkpoint, Copy, Geometry, Prompt
 from openk3.engine.types import Request
 
 if TYPE_CHECKING:
-    from openk3.engine.external import External
     from openk3.engine.sequence import Sequence
 
 
-class Memory:
-    """The pool, the host tier, and who may use what. See the package's docstring."""
+class Memory(Tiers):
+    """Who may use which pages of the tiers. See the package's docstring."""
 
     def __init__(
         self,
@@ -29,22 +27,10 @@ class Memory:
         num_host_pages: int = 0,
         poison: bool = False,
     ) -> None:
-        self.geometry = geometry
-        self.block = hash_block
+        super().__init__(geometry, hash_block, num_host_pages, poison)
         self.page = geometry.page_tokens
         self.enabled = enabled
         self.version = ""
-        self.pool = Store("pool", geometry.num_pages, self._write_back)
-        self.host = Store("host", num_host_pages, self._put_away)
-        self.external: External | None = None
-        self.tiers = (self.pool, self.host) if num_host_pages else (self.pool,)
-        if poison:
-            self.pool.blanked = list(range(geometry.num_pages))
-        self.copies: list[Copy] = []
-        """Of the plan being made, in order."""
-        self.host_hits = 0
-        self._pins: list[Found] = []
-        self._arrivals: list[tuple[Store, Holding, list[tuple[bytes, int]]]] = []
 
     def pages_for(self, tokens: int) -> int:
         """Latent pages that hold this many positions."""
@@ -101,27 +87,6 @@ class Memory:
             {"latents": one, "state": one * self.geometry.kda_groups},
         )
 
-    def bring(
-        self, wanted: Wanted, pieces: Seq[Piece], write: Callable[[Seq[int], bytes], None]
-    ) -> int:
-        """Take fetched pieces into the host tier; `write` fills host pages. How many pages."""
-        brought = 0
-        for piece in pieces:
-            key, end = wanted.keys[piece.block - 1], piece.block * self.block
-            count = self.geometry.kda_groups if piece.kind == "state" else 1
-            if self.host.find(piece.kind, key) or self.host.free < count:
-                continue
-            mine = Holding(piece.kind, self.host.take(count), end)
-            write(mine.pages, piece.data)
-            first = piece.block - 1
-            if piece.kind == "latents":
-                first = first // wanted.blocks_per_page * wanted.blocks_per_page
-            for block in range(first, piece.block):
-                self.host.register(mine, wanted.keys[block], (block + 1) * self.block)
-            self.host.release(mine)
-            brought += count
-        return brought
-
     # A sequence's memory
 
     def cost(self, seq: "Sequence", hit: Hit) -> int:
@@ -154,7 +119,7 @@ class Memory:
         seq.live = pool.take(self.geometry.kda_groups)
         seq.computed = hit.blocks * self.block
         for index, (page, shared) in enumerate(zip(hit.latents, shares, strict=True)):
-            seq.latents.append(page[1] if shared else self._bring(seq, index, page))
+            seq.latents.append(page[1] if shared else self._copy_in(seq, index, page))
         if hit.state:
             self._restore(seq, *hit.state)
         seq.latent_pages = tuple(holding.pages[0] for holding in seq.latents)
@@ -162,7 +127,7 @@ class Memory:
             insort(seq.marks, hit.chain * self.block)
         return True
 
-    def _bring(self, seq: "Sequence", index: int, found: Found) -> Holding:
+    def _copy_in(self, seq: "Sequence", index: int, found: Found) -> Holding:
         """A page of the sequence's own with what a shared or a host page holds."""
         store, source = found
         mine = Holding("latents", self.pool.take(1))
@@ -220,17 +185,6 @@ class Memory:
                 seq.pending.append(state)
         return tuple(Checkpoint(x.end, x.pages) for x in seq.pending if x.end > start)
 
-    def land_copies(self) -> None:
-        """The plan's copies have been made: what they brought is findable from now on."""
-        for store, holding, keys in self._arrivals:
-            for key, end in keys:
-                store.register(holding, key, end)
-            store.release(holding)
-        for store, holding in self._pins:
-            store.release(holding)
-        self._arrivals.clear()
-        self._pins.clear()
-
     def land_pass(self, seq: "Sequence", computed: int) -> None:
         """A sequence has been computed up to here; register its blocks and checkpoints."""
         before, seq.computed = seq.computed, computed
@@ -285,67 +239,7 @@ class Memory:
             self.lose("latents", key)
             self.lose("state", key)
 
-    # The host tier, and the whole
-
-    def take_copies(self) -> tuple[tuple[Copy, ...], tuple[int, ...]]:
-        """(copies, pages to poison) of the plan that has been made. Poison comes first in a plan,
-        so it spares what the copies read."""
-        copies = tuple(self.copies)
-        self.copies.clear()
-        if not self.pool.blanked:
-            return copies, ()
-        read = {copy.source for copy in copies if copy.source_tier == "pool"}
-        poison = tuple(page for page in self.pool.blanked if page not in read)
-        self.pool.blanked.clear()
-        return copies, poison
-
-    def _put_away(self, holding: Holding) -> None:
-        """The host tier evicts."""
-        if self.external:
-            self.external.put(holding.kind, holding.keys[-1], holding.pages)
-
-    def _write_back(self, holding: Holding) -> None:
-        """The pool evicts: keep a copy in host memory, unless one is there."""
-        host = self.host
-        if not host.num_pages:
-            return
-        if known := host.find(holding.kind, holding.keys[-1]):
-            host.touch(known)
-            return
-        if host.free < len(holding.pages):
-            return
-        if smaller := host.find(holding.kind, holding.keys[0]):
-            host.forget(smaller)
-        away = Holding(holding.kind, host.take(len(holding.pages)), holding.end)
-        for source, target in zip(holding.pages, away.pages, strict=True):
-            self.copies.append(Copy(source, target, "pool", "host"))
-        self._arrivals.append((host, away, [(key, holding.end) for key in holding.keys]))
-
-    def lose(self, kind: Kind, key: bytes) -> bool:
-        """Forget what is found under a key, in every tier. Whether there was anything."""
-        found = [(store, store.find(kind, key)) for store in self.tiers]
-        for store, holding in found:
-            if holding:
-                store.forget(holding)
-        return any(holding for _, holding in found)
-
-    def clear(self) -> None:
-        """Forget what could be reused."""
-        self.pool.clear()
-        self.host.clear()
-
     def new_weights(self, version: str) -> None:
         """Nothing of other weights can be found; no sequence may be open."""
         self.version = version
-        self.clear()
-
-    def reset_after_failure(self) -> None:
-        """A step broke off: no byte of this plan can be trusted, nor any that it might have hit."""
-        self.copies.clear()
-        for store, holding, _ in self._arrivals:
-            store.release(holding)
-        for store, holding in self._pins:
-            store.release(holding)
-        self._arrivals.clear()
-        self._pins.clear()
         self.clear()
