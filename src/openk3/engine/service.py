@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from openk3.engine.stream import Stream
 from openk3.engine.types import Output, Request, Stats
 from openk3.errors import BackendError, ConflictError, OpenK3Error
 from openk3.obs import log
@@ -33,63 +34,6 @@ class SteppedEngine(Protocol):
     def abort(self, request_id: str) -> None: ...
 
     def stats(self) -> Stats: ...
-
-
-class Stream:
-    """The outputs of some requests, merged. Made by `AsyncEngine.submit`."""
-
-    def __init__(self, service: "AsyncEngine", requests: Sequence[Request], max_unread: int):
-        self._service = service
-        self._open = {request.id for request in requests}
-        self._unread: list[Output] = []
-        self._num_unread = 0
-        self._max_unread = max_unread
-        self._news = asyncio.Event()
-
-    @property
-    def is_done(self) -> bool:
-        """Whether every request has ended."""
-        return not self._open
-
-    def __aiter__(self) -> "Stream":
-        return self
-
-    async def __anext__(self) -> list[Output]:
-        """What came since the last call, at least one output."""
-        while not self._unread:
-            if self.is_done:
-                raise StopAsyncIteration
-            self._news.clear()
-            await self._news.wait()
-        outputs, self._unread, self._num_unread = self._unread, [], 0
-        return outputs
-
-    def abort(self, request_id: str) -> None:
-        """End one of the requests; no output of it follows. Does nothing for one that has ended."""
-        if request_id in self._open:
-            self._open.discard(request_id)
-            self._unread = [o for o in self._unread if o.request_id != request_id]
-            self._service._abort([request_id])
-            self._news.set()
-
-    def close(self) -> None:
-        """End what is still running."""
-        for request_id in list(self._open):
-            self.abort(request_id)
-
-    def _push(self, output: Output) -> None:
-        if output.request_id not in self._open:
-            return
-        if output.finish_reason is not None:
-            self._open.discard(output.request_id)
-        self._unread.append(output)
-        self._num_unread += 1 + len(output.new_ids)
-        self._news.set()
-        if self._num_unread > self._max_unread and self._open:
-            ids = sorted(self._open)
-            self.close()
-            reason = f"the reader is more than {self._max_unread} tokens behind"
-            self._unread += [Output(i, (), "error", error=reason) for i in ids]
 
 
 class AsyncEngine:
@@ -155,7 +99,7 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         accepted: asyncio.Future[None] = loop.create_future()
         self._asked.add(accepted)
-        stream = Stream(self, requests, self._max_unread)
+        stream = Stream(requests, self._abort, self._max_unread)
         self._streams |= {request.id: stream for request in requests}
         self._idle.clear()
         self._do(lambda: self._add(requests, accepted))
@@ -209,7 +153,7 @@ class AsyncEngine:
             if output.finish_reason is not None:
                 self._forget([output.request_id])
             if stream is not None:
-                stream._push(output)
+                stream.push(output)
 
     def _forget(self, ids: Iterable[str]) -> None:
         for request_id in ids:
