@@ -44,9 +44,7 @@ def plan_ahead(scheduler: Scheduler, flying: Seq[Row]) -> tuple[list[Row], StepP
 
 def _is_plain(request: Request) -> bool:
     """Whether a next token can be chosen on a device that alone knows the last one."""
-    p = request.params
-    penalties = p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1
-    return request.constraint is None and not penalties
+    return request.constraint is None and not request.params.penalises
 
 
 def _ends(seq: Sequence, max_context: int) -> bool:

@@ -137,23 +137,23 @@ class ModelRunner:
         self.memory.copy(before)
         logits, hidden = self._pass(decode, prefill)
         self.memory.copy(after)
-        rows = [row for c in (*decode, *prefill) for row in sampling_rows(c)]
+        ordered = (*decode, *prefill)
+        rows = [row for c in ordered for row in sampling_rows(c)]
         chosen = start_choosing(logits, rows, self.config.seed) if rows else None
         if chosen is not None:
-            self._remember(chosen, (*decode, *prefill))
+            self._remember(chosen, ordered)
         scores = self._scores(prefill, hidden)
 
         def results() -> Sequence[ChunkResult]:
             choices = iter(chosen.wait() if chosen else [])
-            found = {c.slot: self._result(c, c.slot in behind, choices) for c in decode}
-            found |= {c.slot: self._result(c, False, choices) for c in prefill}
+            found = {c.slot: self._result(c, c.slot in behind, choices) for c in ordered}
             for slot, score in scores.items():
                 found[slot] = replace(found[slot], prompt_logprobs=score.wait())
             if self._drafts is not None:
-                ends = [_standing(c, found[c.slot]) for c in (*decode, *prefill)]
-                known = sum(len(c.token_ids) for c in chunks)  # of rows that are filled up, more
-                rows = (decode, prefill) if len(hidden) > known else ((), (*decode, *prefill))
-                self._drafts.keep((*decode, *prefill), ends, hidden, batch.firsts(*rows))
+                ends = [_standing(c, found[c.slot]) for c in ordered]
+                unfilled = len(hidden) == sum(len(c.token_ids) for c in chunks)
+                firsts = batch.firsts((), ordered) if unfilled else batch.firsts(decode, prefill)
+                self._drafts.keep(ordered, ends, hidden, firsts)
             return [found[chunk.slot] for chunk in chunks]
 
         return results

@@ -111,8 +111,7 @@ def _edited(raw: Tensor, rows: Sequence[Row]) -> Tensor:
 
 def _is_edited(row: Row) -> bool:
     p = row.request.params
-    penalised = p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1
-    return bool(penalised or p.logit_bias or (row.constrained and row.request.constraint))
+    return bool(p.penalises or p.logit_bias or (row.constrained and row.request.constraint))
 
 
 def _edit(scores_V: Tensor, row: Row) -> None:

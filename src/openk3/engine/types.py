@@ -54,6 +54,11 @@ class SamplingParams:
     seed: int | None = None
     """Of the request's own generator; None takes one from the engine's seed and the request id."""
 
+    @property
+    def penalises(self) -> bool:
+        """Whether scores depend on which tokens came before."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
     def __post_init__(self) -> None:
         for name, good, allowed in (
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
