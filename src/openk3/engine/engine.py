@@ -4,25 +4,25 @@
 `add` and `abort` may be called from another thread, also while a step computes.
 """
 
-from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from threading import RLock
 from typing import Any, cast
 
 from openk3._io import Clock, SystemClock
-from openk3.engine import fetching
+from openk3.engine import fetching, intake
 from openk3.engine.ahead import plan_ahead
 from openk3.engine.cache import Memory
 from openk3.engine.cache.checks import check
+from openk3.engine.counts import Counts
 from openk3.engine.external import KeyValueStore
 from openk3.engine.landing import land
-from openk3.engine.plan import ChunkResult, Prompt, Results, Runner, StepPlan, num_host_pages
+from openk3.engine.plan import ChunkResult, Results, Runner, StepPlan, num_host_pages
 from openk3.engine.scheduler import Row, Scheduler
 from openk3.engine.sequence import Sequence
 from openk3.engine.types import EngineConfig, Output, Request, Stats
 from openk3.engine.warm_up import run_prompts
-from openk3.errors import ConfigError, ConflictError, InputError, LimitError
+from openk3.errors import ConfigError, ConflictError, LimitError
 
 
 @dataclass
@@ -85,16 +85,14 @@ class Engine:
         """Launched, and not landed: only between and in steps that overlap."""
         self._overlap = _overlaps(self.runner, self.config)
         self._arrivals = 0
-        self._counts: Counter[str] = Counter()
-        """By the names of Stats."""
+        self._counts = Counts()
 
     # Requests
 
     def add(self, request: Request) -> None:
         """Queue a request. InputError if it can never run, LimitError if the queue is full,
         ConflictError if one of the same id has not ended."""
-        prompt = self.runner.expand(request) if request.media else Prompt(request.prompt_ids)
-        self._validate(request, prompt)
+        prompt = intake.prompt_of(request, self.runner, self.max_context)
         chain = self.memory.chain(request, prompt)
         with self._lock:
             if request.id in self._known:
@@ -116,23 +114,6 @@ class Engine:
     def _land_fetched(self, wait_s: float = 0.0) -> None:
         if fetching.land(self.scheduler.waiting, self.memory, self.runner, wait_s):
             self.scheduler.stuck = False
-
-    def _validate(self, request: Request, prompt: Prompt) -> None:
-        ids = prompt.ids
-        if not ids:
-            raise InputError("prompt_ids is empty; a prompt has at least one token")
-        if not 0 <= min(ids) <= max(ids) < self.runner.vocab_size:
-            raise InputError(
-                f"prompt_ids has an id outside [0, {self.runner.vocab_size}): "
-                f"{min(ids) if min(ids) < 0 else max(ids)}"
-            )
-        if request.media and request.params.prompt_logprobs is not None:
-            raise InputError("prompt_logprobs is for prompts without pictures")
-        if len(ids) >= self.max_context:
-            raise InputError(
-                f"the prompt has {len(ids)} tokens, and prompt and answer together may have "
-                f"{self.max_context}"
-            )
 
     def abort(self, request_id: str) -> None:
         """End a request at once, or when the step under way has been computed. Its Output comes
@@ -168,7 +149,7 @@ class Engine:
                 return self._take_done()
             rows = list(self.scheduler.rows.values())
             self._computing = True
-            self._count_admitted()
+            self._counts.admit(self.scheduler)
         flight, results = self._run(rows, plan)
         with self._lock:
             self._computing = False
@@ -224,13 +205,6 @@ class Engine:
         done, self._done = self._done, []
         return done
 
-    def _count_admitted(self) -> None:
-        for seq in self.scheduler.admitted:
-            if seq.admissions == 1:
-                self._counts["prompt_tokens"] += seq.num_prompt
-                self._counts["cached_tokens"] += seq.cached_tokens
-        self.scheduler.admitted.clear()
-
     def _commit(self, flight: Flight, results: Seq[ChunkResult]) -> list[Output]:
         """Land memory, then tokens; end what has ended."""
         rows = flight.rows
@@ -246,20 +220,11 @@ class Engine:
             outputs.append(output)
             if output.finish_reason:
                 self._remove(row.seq)
-                self._counts["finished"] += 1
         self._end_aborted()
         if self._flight and not any(row.is_current for row in self._flight.rows):
             self._flight = None
-        self._count(flight.plan, results, outputs)
+        self._counts.step(flight.plan, results, outputs)
         return outputs
-
-    def _count(self, plan: StepPlan, results: Seq[ChunkResult], outputs: list[Output]) -> None:
-        counts = self._counts
-        counts["steps"] += 1
-        counts["computed_tokens"] += sum(len(chunk.token_ids) for chunk in plan.chunks)
-        counts["drafted_tokens"] += sum(chunk.num_drafts for chunk in plan.chunks)
-        counts["accepted_tokens"] += sum(len(r.new_ids) - 1 for r in results if r.new_ids)
-        counts["generated_tokens"] += sum(len(output.new_ids) for output in outputs)
 
     def _end_aborted(self) -> None:
         for seq in self._aborting:
@@ -270,7 +235,7 @@ class Engine:
     def _end_early(self, seq: Sequence) -> None:
         """End an aborted request; the next step reports it."""
         self._remove(seq)
-        self._counts["aborted"] += 1
+        self._counts.abort()
         self._done.append(Output(seq.request.id, (), "abort", cached_tokens=seq.cached_tokens))
 
     def _remove(self, seq: Sequence) -> None:
@@ -292,24 +257,8 @@ class Engine:
     def stats(self) -> Stats:
         """Counters and gauges of now."""
         with self._lock:
-            pool, scheduler, external = self.memory.pool, self.scheduler, self.memory.external
-            came = [seq.arrived for seq in scheduler.waiting]
-            return Stats(
-                running=len(scheduler.running),
-                waiting=len(came),
-                pages=pool.num_pages,
-                free_pages=pool.free,
-                cached_pages=pool.idle_pages,
-                max_context=self.max_context,
-                preemptions=scheduler.preemptions,
-                host_pages=self.memory.host.num_pages - len(self.memory.host.blank),
-                host_hits=self.memory.host_hits,
-                external_puts=external.puts if external else 0,
-                external_hits=external.fetched if external else 0,
-                hash_block=self.memory.block,
-                wait_seconds=self.clock.now() - min(came) if came else 0.0,
-                **self._counts,
-            )
+            now = self.clock.now()
+            return self._counts.stats(self.scheduler, self.memory, self.max_context, now)
 
     def warm_up(self) -> None:
         """What would make first steps slow, in advance: on a GPU decoding steps are recorded, and
@@ -320,7 +269,7 @@ class Engine:
         if record is not None and record():
             run_prompts(self)
             self.reset()
-            self._counts.clear()
+            self._counts = Counts()
 
     def reset(self) -> None:
         """Forget every reusable prefix, in the pool and in host memory. Running requests go on."""
