@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from openk3._io import atomic_file
+from openk3.engine.cache.lookup import walk
 from openk3.engine.cache.remote import Piece, Wanted
 from openk3.engine.cache.store import Kind
 from openk3.errors import BackendError, ConfigError
@@ -22,6 +23,7 @@ from openk3.errors import BackendError, ConfigError
 log = logging.getLogger(__name__)
 
 MAX_PUTS = 64
+"""Under way at once; those beyond are dropped."""
 
 
 class KeyValueStore(Protocol):
@@ -182,16 +184,16 @@ class External:
         return self.store.is_exist(self._key(kind, key))
 
     def _pieces(self, ask: Wanted) -> list[Piece]:
-        keys, step = ask.keys, ask.blocks_per_page
-        pages, chain = [], ask.whole
-        while chain + step <= ask.limit and self._has("latents", keys[chain + step - 1]):
-            chain += step
-            pages.append(chain)
-        for end in range(min(chain + step - 1, ask.limit), chain, -1):
-            if self._has("latents", keys[end - 1]):
-                pages.append(end)
-                chain = end
-                break
+        """The pages up to the last block with a state, and that state unless it is here."""
+        keys = ask.keys
+        found = walk(
+            lambda end: self._has("latents", keys[end - 1]),
+            ask.whole,
+            ask.limit,
+            ask.blocks_per_page,
+        )
+        pages = [end for end, _ in found]
+        chain = pages[-1] if pages else ask.whole
         hits = range(chain, ask.hit, -1)
         hit = next((b for b in hits if b in ask.states or self._has("state", keys[b - 1])), None)
         if hit is None:
