@@ -68,8 +68,10 @@ class Standing:
 
     def __init__(self, model: K3) -> None:
         modules = list(modules_of(model))
-        self._children = [m._modules for m in modules]
-        self._hooks = [h for m in modules for h in (m._forward_hooks, m._forward_pre_hooks)]
+        self._children = [m._modules for m in modules if m._modules]
+        self._extras = [x for m in modules for x in (m._forward_hooks, m._forward_pre_hooks)]
+        # whether a module without parts was given any is as cheap to see as whether it has hooks
+        self._extras += [m._modules for m in modules if not m._modules]
         self._weights: list[tuple[Any, str]] = [
             (table, name)
             for m in modules
@@ -77,7 +79,7 @@ class Standing:
             for name, x in table.items()
             if x is not None
         ]
-        self._modules, self._hooked = self._parts(), any(self._hooks)
+        self._modules, self._extended = self._parts(), any(self._extras)
         self._places = self._where()
 
     def _parts(self) -> list[nn.Module | None]:
@@ -90,6 +92,6 @@ class Standing:
         """Whether all is as it was. Takes some microseconds: it is asked before every step."""
         return (
             self._parts() == self._modules
-            and any(self._hooks) == self._hooked
+            and any(self._extras) == self._extended
             and self._where() == self._places
         )
