@@ -195,7 +195,7 @@ def state_copies(chunks: Sequence[Chunk], behind: frozenset[int]) -> tuple[list[
     before: list[Copy] = []
     after: list[Copy] = []
     for chunk in chunks:
-        end = chunk.start + len(chunk.token_ids) - chunk.num_drafts
+        end = chunk.start + chunk.num_known
         for point in chunk.checkpoints:
             copies = [Copy(*pair) for pair in zip(chunk.state_pages, point.pages, strict=True)]
             if point.position == end or (point.position == chunk.start and chunk.slot in behind):

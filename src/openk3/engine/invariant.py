@@ -34,7 +34,7 @@ class InvariantRunner(ModelRunner):
         """A chunk token by token; drafts only as long as they are what was chosen."""
         kept: list[Choice] = []
         rows = sampling_rows(chunk)
-        known = len(chunk.token_ids) - chunk.num_drafts
+        known = chunk.num_known
         scores: tuple[TokenLogprobs, ...] = ()
         asked, top = chunk.scored(), chunk.request.params.prompt_logprobs
         self._keep(chunk, chunk.start)

@@ -52,7 +52,7 @@ class LayerDrafts:
         if not at:
             return chunks
         hidden = self.memory.hiddens()[self._index([chunks[i].state_pages[0] for i in at])]
-        made = {i: list(chunks[i].token_ids[: -chunks[i].num_drafts]) for i in at}
+        made = {i: list(chunks[i].token_ids[: chunks[i].num_known]) for i in at}
         for step in range(max((chunks[i].num_drafts for i in at), default=0)):
             left = [n for n, i in enumerate(at) if chunks[i].num_drafts > step]
             at, hidden = [at[n] for n in left], hidden[self._index(left)]

@@ -82,14 +82,24 @@ class Chunk:
     state_pages: tuple[int, ...]
     """The live state, one page a KDA group; what they hold at start 0 must not be read."""
     checkpoints: tuple[Checkpoint, ...] = ()
-    """Wanted of this pass, at positions start .. start + len(token_ids) - num_drafts. The one at
-    `start` is taken before the pass; a state among drafts can never be asked for."""
+    """Wanted of this pass, at positions start .. start + num_known. The one at `start` is
+    taken before the pass; a state among drafts can never be asked for."""
     num_drafts: int = 0
     output_ids: Sequence[int] = ()
     """What the request has generated so far, for penalties (drafts not included). The engine's
     own list: read it during the step, do not keep it."""
     samples: bool = True
     """Whether the last token is the sequence's last known one, so that a next one is chosen."""
+
+    @property
+    def num_known(self) -> int:
+        """Tokens that are no guesses."""
+        return len(self.token_ids) - self.num_drafts
+
+    @property
+    def drafts(self) -> tuple[int, ...]:
+        """The guesses."""
+        return self.token_ids[self.num_known :]
 
     def scored(self) -> tuple[int, ...]:
         """Ids of the prompt behind each token of the chunk, if their odds are asked for."""

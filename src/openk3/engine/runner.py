@@ -177,8 +177,8 @@ class ModelRunner:
             slots = [c.slot for c in chunks if c.samples]
             self._last[on_device(slots, self.device)] = chosen.ids
 
-    def _known(self, ids: Tensor, decode: Sequence[Chunk]) -> Tensor:
-        """ids [N] of a packed row with the tokens in place that only the device knows."""
+    def _fill_in(self, ids: Tensor, decode: Sequence[Chunk]) -> Tensor:
+        """ids [N] of a packed row, after the tokens that only the device knows are put in."""
         rows = [i for i, c in enumerate(decode) if c.token_ids == (UNKNOWN,)]
         if rows:
             slots = on_device([decode[i].slot for i in rows], self.device)
@@ -204,10 +204,10 @@ class ModelRunner:
             return logits, hidden
         rows = batch.decode_rows(decode, self.memory, self._accepted)
         if self._graphs is not None and not prefill:
-            logits, hidden = self._graphs.run(rows, lambda ids: self._known(ids, decode))
+            logits, hidden = self._graphs.run(rows, lambda ids: self._fill_in(ids, decode))
             return logits[on_device(batch.wanted(rows, decode, prefill), self.device)], hidden
         step = batch.build(rows, decode, prefill, self.memory, self._pending)
-        self._known(step.input_ids[0], decode)
+        self._fill_in(step.input_ids[0], decode)
         x = self.model.embed_tokens(step.input_ids)
         if any(c.request.media for c in prefill):
             parts = x[0].split([len(rows.ids), *(len(c.token_ids) for c in prefill)])
@@ -233,8 +233,8 @@ class ModelRunner:
         count = chunk.num_drafts + 1 if chunk.samples else 0
         kept = _kept(chunk, list(itertools.islice(choices, count)))
         if windowed:
-            true = len(chunk.token_ids) - chunk.num_drafts
-            self._accepted[chunk.slot] = true + max(len(kept) - 1, 0) - batch.advance(chunk)
+            standing = chunk.num_known + max(len(kept) - 1, 0)
+            self._accepted[chunk.slot] = standing - batch.advance(chunk)
         if not kept:
             return ChunkResult()
         bad = next((choice.error for choice in kept if choice.error), None)
@@ -250,33 +250,27 @@ def _kept(chunk: Chunk, chosen: list[Choice]) -> list[Choice]:
     """The choices that stand: as long as a draft was right, the one behind it counts too."""
     if chunk.request.constraint is not None:
         return chosen[:1]  # a grammar knows what it allows at the next position only
-    drafts = _drafts(chunk)
     right = 0
-    while chosen and right < len(drafts) and chosen[right].token_id == drafts[right]:
+    while chosen and right < chunk.num_drafts and chosen[right].token_id == chunk.drafts[right]:
         right += 1
     return chosen[: right + 1]
 
 
 def _standing(chunk: Chunk, result: ChunkResult) -> int:
     """How many tokens of a chunk are the sequence's own: the known ones, and right drafts."""
-    return len(chunk.token_ids) - chunk.num_drafts + max(len(result.new_ids) - 1, 0)
-
-
-def _drafts(chunk: Chunk) -> tuple[int, ...]:
-    return chunk.token_ids[len(chunk.token_ids) - chunk.num_drafts :]
+    return chunk.num_known + max(len(result.new_ids) - 1, 0)
 
 
 def sampling_rows(chunk: Chunk) -> list[Row]:
     """The positions of a chunk for which a token is chosen."""
     if not chunk.samples:
         return []
-    known = chunk.start + len(chunk.token_ids) - chunk.num_drafts
-    drafts = _drafts(chunk)
+    known = chunk.start + chunk.num_known
     return [
         Row(
             chunk.request,
             known + i,
-            (*chunk.output_ids, *drafts[:i]) if i else chunk.output_ids,
+            (*chunk.output_ids, *chunk.drafts[:i]) if i else chunk.output_ids,
             constrained=i == 0,
         )
         for i in range(chunk.num_drafts + 1)

@@ -45,6 +45,7 @@ def _launch(
     kept: tuple[Tensor, Tensor] | None = None, betas: tuple[float, float | None] = (1.0, None),
     pair: bool = False, transposed: bool = False,
 ) -> None:  # fmt: skip
+    """`hopper_kernels.grouped_product`; kept: where to leave both products that SiTU is made of."""
     from openk3.ops.moe import hopper_kernels as kernels
 
     height = max(2, plan.tallest)
