@@ -121,6 +121,20 @@ def test_noise_belongs_to_the_position_not_to_the_batch():
     assert mixed[1:] == together
 
 
+def test_noise_is_a_fixed_function_of_key_and_id():
+    def mix(x):
+        x = ((x ^ (x >> 16)) * 0x7FEB352D) % 2**32
+        x = ((x ^ (x >> 15)) * 0x846CA68B) % 2**32
+        return x ^ (x >> 16)
+
+    keys, tokens = [(0, 0), (0xFFFFFFFF, 0x80000000), (0x12345678, 0xDEADBEEF)], range(200_000)
+    got = _uniform(keys, torch.arange(len(tokens))[None])
+    for (low, high), numbers in zip(keys, got, strict=True):
+        some = [*tokens[:300], *tokens[::997]]
+        wanted = [((mix((mix(i ^ low) + high) % 2**32) >> 9) + 0.5) * 2.0**-23 for i in some]
+        assert numbers[some].tolist() == wanted
+
+
 def test_seeds_and_ids_give_different_streams():
     scores = logits(scale=0.1).expand(50, -1)
     streams = [

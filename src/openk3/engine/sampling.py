@@ -20,8 +20,6 @@ from openk3.engine.logprobs import Logprobs, start_logprobs
 from openk3.engine.transfer import on_device, to_host
 from openk3.engine.types import Request, TokenLogprobs
 
-MASK = 0xFFFFFFFF
-
 
 @dataclass(frozen=True)
 class Row:
@@ -176,15 +174,20 @@ def _key(row: Row, seed: int) -> tuple[int, int]:
 
 def _uniform(keys: Sequence[tuple[int, int]], ids: Tensor) -> Tensor:
     """Numbers inside (0, 1) for ids [R or 1, K], a function of the row's key and the id alone."""
-    low = on_device([[key[0]] for key in keys], ids.device)
-    high = on_device([[key[1]] for key in keys], ids.device)
-    x = _mix(ids ^ low)
-    x = _mix((x + high) & MASK)
-    return ((x >> 9).float() + 0.5) * 2.0**-23
+    low = on_device([[_signed(key[0])] for key in keys], ids.device, torch.int32)
+    high = on_device([[_signed(key[1])] for key in keys], ids.device, torch.int32)
+    x = _mix(ids.int() ^ low)
+    x = _mix(x + high)
+    return (((x >> 9) & 0x7FFFFF).float() + 0.5) * 2.0**-23
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijection of 32-bit words (held in int64) that spreads every bit."""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK
-    return x ^ (x >> 16)
+    """A bijection of 32-bit words (int32, which wraps) that spreads every bit."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * _signed(0x846CA68B)
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def _signed(word: int) -> int:
+    """The int32 with the bits of a 32-bit word."""
+    return word - (word >> 31 << 32)
