@@ -12,6 +12,7 @@ pytest.importorskip("fastapi", reason="the serve extra is not installed")
 httpx = pytest.importorskip("httpx", reason="the serve extra is not installed")
 
 import openk3  # noqa: E402
+from openk3.api.serving import listen  # noqa: E402
 from openk3.cli.serve import main  # noqa: E402
 from openk3.engine.llm import LLM  # noqa: E402
 from openk3.engine.types import EngineConfig, SamplingParams  # noqa: E402
@@ -87,7 +88,20 @@ def test_wrong_usage_is_said_before_a_model_is_loaded(folder, tmp_path):
     with pytest.raises(ConfigError, match=r"num_draft"):
         main([str(folder), "--engine.num_draft", "3"])
     with pytest.raises(CheckpointError, match="no folder"):
-        main([str(tmp_path / "missing")])
+        main([str(tmp_path / "missing"), "--port", "0"])
+
+
+def test_a_port_that_cannot_be_had_is_said_before_a_model_is_loaded(tmp_path):
+    nothing = str(tmp_path / "no-model")
+    with listen("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: Address"):
+            main([nothing, "--port", port])
+    with pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1:70000: .*0-65535"):
+        main([nothing, "--port", "70000"])
+    with pytest.raises(CheckpointError, match="no-model is no folder"):
+        main([nothing, "--port", "0"])
 
 
 def test_a_missing_extra_is_named(folder, monkeypatch):

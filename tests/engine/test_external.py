@@ -4,11 +4,12 @@ import json
 import threading
 
 import pytest
+import torch
 
 from engine_driver import PAGE_BYTES, Dictionary, Driver, H, P, random_ids, serve_random
 from openk3.engine import Engine, EngineConfig, Request, SamplingParams
 from openk3.engine.external import FolderStore, MooncakeStore, open_store
-from openk3.errors import BackendError, ConfigError
+from openk3.errors import BackendError, ConfigError, StorageError
 from small_models import lively_model
 
 
@@ -63,6 +64,38 @@ def test_what_was_cut_or_does_not_fit_is_no_hit():
     small = driver(Dictionary(), host_pages=2)
     put_away(small, prompt)
     assert small.run((*prompt, 5)).cached == 0
+
+
+def test_what_was_damaged_is_no_hit_and_is_put_anew(caplog):
+    store = Dictionary()
+    made = driver(store)
+    prompt = random_ids(2 * P)
+    put_away(made, prompt)
+    whole = dict(store.values)
+    store.values = {key: bytes([value[0] ^ 1]) + value[1:] for key, value in whole.items()}
+    for _ in range(4):  # one damaged page is found out each time, and written once more
+        assert made.run((*prompt, 5)).cached == 0
+        put_away(made, prompt)
+        if made.run((*prompt, 5)).cached:
+            break
+        put_away(made, prompt)
+    assert "is damaged; it is put there anew" in caplog.text
+    assert made.run((*prompt, 5)).cached == 2 * P
+    assert made.engine.stats().external_hits > 0
+    made.assert_idle()
+
+
+def test_a_page_under_the_key_of_another_is_no_hit():
+    store = Dictionary()
+    made = driver(store)
+    prompt = random_ids(2 * P)
+    put_away(made, prompt)
+    for kind in ("latents", "state"):
+        keys = [key for key in store.values if f"-{kind}-" in key]
+        moved = [store.values[key] for key in keys[1:] + keys[:1]]
+        store.values |= dict(zip(keys, moved, strict=True))
+    assert made.run((*prompt, 5)).cached == 0
+    assert made.engine.stats().external_hits == 0
 
 
 def test_forgotten_and_other_weights_are_not_found():
@@ -155,6 +188,45 @@ def test_a_folder_outlives_the_engine_and_serves_its_weights_alone(tmp_path):
     again = engine(lively_model(seed=3), tmp_path)
     assert serve(again, prompt) == (wanted, 2 * P)
     assert serve(engine(lively_model(seed=4), tmp_path), prompt)[1] == 0
+
+
+def test_a_damaged_file_changes_no_number(tmp_path):
+    model, prompt = lively_model(seed=3), random_ids(2 * P + 3)
+    first = engine(model, tmp_path)
+    wanted, _ = serve(first, prompt)
+    for n in range(8):
+        serve(first, random_ids(3 * P, seed=n + 9))
+    first.memory.external.close()
+    for n, path in enumerate(tmp_path.iterdir()):
+        data = bytearray(path.read_bytes())
+        data[n * 97 % len(data)] ^= 64
+        path.write_bytes(data)
+    assert serve(engine(model, tmp_path), prompt) == (wanted, 0)
+
+
+def test_versions_of_the_same_name_share_nothing_unless_their_weights_are_the_same(tmp_path):
+    model, prompt = lively_model(seed=3), random_ids(2 * P + 3)
+    first = engine(model, tmp_path)
+    with torch.no_grad():
+        model.embed_tokens.weight[7, 3] += 0.5
+    first.new_weights("step 1")
+    serve(first, prompt)
+    for n in range(8):
+        serve(first, random_ids(3 * P, seed=n + 9))
+    first.memory.external.close()
+    other = engine(lively_model(seed=3), tmp_path)
+    other.new_weights("step 1")
+    assert serve(other, prompt)[1] == 0
+    again = engine(model, tmp_path)
+    again.new_weights("step 1")
+    assert serve(again, prompt)[1] == 2 * P
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(StorageError, match=f"external: no folder {place}"):
+            open_store(f"folder:{place}")
 
 
 class Client:

@@ -9,7 +9,7 @@ from openk3.config import preset
 from openk3.engine.memory import PageMemory
 from openk3.engine.plan import Copy
 from openk3.engine.types import EngineConfig
-from openk3.errors import ConfigError
+from openk3.errors import ConfigError, StorageError
 
 CPU = torch.device("cpu")
 
@@ -81,3 +81,16 @@ def test_copies_are_as_if_one_after_the_other(in_file, tmp_path):
 def test_too_little_memory_is_told():
     with pytest.raises(ConfigError, match="the engine needs 3 at least"):
         memory(num_pages=None, memory_bytes=1 << 16)
+
+
+def test_a_host_file_is_there_whole_and_belongs_to_one_engine(tmp_path):
+    page, file = memory().geometry, tmp_path / "tier"
+    size = 5 * page.page_bytes * page.layers_per_group
+    made = memory(host_bytes=size, host_file=str(file))
+    assert file.stat().st_blocks * 512 >= size
+    with pytest.raises(StorageError, match="is in use by another engine"):
+        memory(host_bytes=size, host_file=str(file))
+    del made
+    memory(host_bytes=size, host_file=str(file))
+    with pytest.raises(StorageError, match=f"{file}/x, {size} bytes: Not a directory"):
+        memory(host_bytes=size, host_file=f"{file}/x")

@@ -7,6 +7,7 @@ import torch
 
 from openk3.engine.sampling import Row, _key, _uniform, choose
 from openk3.engine.types import Request, SamplingParams
+from openk3.errors import InputError
 
 VOCAB = 64
 
@@ -48,6 +49,30 @@ def test_temperature_sharpens():
     assert float((share - expected).abs().max()) < 0.03
     tiny = row(temperature=1e-30)
     assert ids(scores, [tiny]) == [int(scores.argmax())]
+
+
+@pytest.mark.parametrize("all_of", [{"top_k": 10**30}, {"top_p": 1 - 1e-16}, {"min_p": 1e-320}])
+def test_a_filter_of_any_size_is_a_filter(all_of):
+    scores = logits(rows=50, seed=2)
+    plain, filtered = ([row(i, **params) for i in range(50)] for params in ({}, all_of))
+    assert ids(scores, filtered) == ids(scores, plain)
+
+
+@pytest.mark.parametrize(
+    "little",
+    [{"temperature": 1e-320}, {"temperature": 1e-320, "top_k": 3}, {"top_p": 1e-320},
+     {"temperature": 1e-320, "top_p": 0.5, "min_p": 0.1}],
+)  # fmt: skip
+def test_the_least_of_a_number_takes_the_likeliest(little):
+    scores = logits(rows=20, seed=4)
+    rows = [row(i, **little) for i in range(20)]
+    assert ids(scores, rows) == scores.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_biases_are_finite(value):
+    with pytest.raises(InputError, match="logit_bias must be finite"):
+        SamplingParams(logit_bias={3: value})
 
 
 @pytest.mark.parametrize(

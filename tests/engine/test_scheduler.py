@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine_driver import END, NEVER, Driver, H, P, random_ids
-from openk3.engine import Engine, EngineConfig, Request
+from openk3.engine import Engine, EngineConfig, Request, SamplingParams
 from openk3.engine.budget import share
 from openk3.engine.plan import UNKNOWN
 from openk3.engine.scheduler import MAX_PASSED
@@ -172,6 +172,15 @@ def test_requests_that_cannot_run(prompt, error, match):
     driver = Driver(max_positions=100)
     with pytest.raises(error, match=match):
         driver.add(prompt)
+    assert not driver.engine.busy
+
+
+@pytest.mark.parametrize("strange", [-1, 128, 10**30])
+def test_a_bias_for_no_token_is_refused(strange):
+    driver = Driver()
+    params = SamplingParams(logit_bias={5: 1.0, strange: 1.0})
+    with pytest.raises(InputError, match=rf"logit_bias has an id outside \[0, 128\): {strange}"):
+        driver.engine.add(Request("a", (3, 4), params))
     assert not driver.engine.busy
 
 

@@ -14,16 +14,17 @@ KEEP_ALIVE_S = 75  # longer than clients keep idle connections, or they send int
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 takes a free one. Raises ConfigError when it is taken."""
+    """A bound socket; port 0 takes a free one. Raises ConfigError when it is taken, or none."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # named as TCP, or asyncio does not turn Nagle's algorithm off: 40 ms for every small answer
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
-    except OSError as error:
+    except (OSError, OverflowError) as error:  # the latter beyond 65535
         sock.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from error
     return sock
 
 
@@ -33,12 +34,14 @@ def serve(
     host: str,
     port: int,
     keys: ApiKeys,
+    sock: socket.socket | None = None,
     on_ready: Callable[[str], None] = lambda url: None,
     on_interrupt: Callable[[], None] = lambda: None,
     grace_s: float = GRACE_S,
 ) -> None:
     """Serve until interrupted. `on_ready` gets the URL once the socket is bound.
 
+    sock: from `listen`, if the port was taken before the app was made.
     on_interrupt: called when the first signal comes; requests in flight then have `grace_s`.
 
     Raises ConfigError for a taken port or an open server that strangers could reach.
@@ -46,7 +49,7 @@ def serve(
     import uvicorn
 
     require_safe_binding(host, keys)
-    sock = listen(host, port)
+    sock = sock or listen(host, port)
     shown = f"[{host}]" if ":" in host else host
     on_ready(f"http://{shown}:{sock.getsockname()[1]}")
     config = uvicorn.Config(

@@ -44,11 +44,12 @@ def main(argv: list[str]) -> int:
     common.require_extra("serve", "fastapi", "uvicorn", "prometheus_client")
     from openk3.api.auth import load_keys, require_safe_binding
     from openk3.api.openai.app import create_app
-    from openk3.api.serving import serve
+    from openk3.api.serving import listen, serve
 
     given = [*options.api_key, *filter(None, [os.environ.get(KEY_VARIABLE)])]
     keys = load_keys(given, options.key_file)
     require_safe_binding(options.host, keys)
+    sock = listen(options.host, options.port)  # a taken port is told before a model is loaded
     common.use_threads(options.threads)
     log.setup()
     state = open_state(options, config)
@@ -67,6 +68,7 @@ def main(argv: list[str]) -> int:
         host=options.host,
         port=options.port,
         keys=keys,
+        sock=sock,
         on_ready=say,
         on_interrupt=lambda: state.service.drain(config.limits.grace_s),
         grace_s=config.limits.grace_s + LAST_WORDS_S,

@@ -295,6 +295,8 @@ class Engine:
             for seq in reversed(list(self.scheduler.running)):
                 self.scheduler.requeue(seq)
             self.memory.new_weights(version)
+            if self.memory.external:
+                self.memory.external.name = self.runner.fingerprint()
             for seq in self.scheduler.waiting:
                 seq.chain = self.memory.rekey(seq)
 

@@ -8,8 +8,10 @@ are dropped, a fetch takes no more than the host tier has room for.
 """
 
 import concurrent.futures as futures
+import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,12 +20,13 @@ from openk3._io import atomic_file
 from openk3.engine.cache.lookup import walk
 from openk3.engine.cache.remote import Piece, Wanted
 from openk3.engine.cache.store import Kind
-from openk3.errors import BackendError, ConfigError
+from openk3.errors import BackendError, ConfigError, StorageError
 
 log = logging.getLogger(__name__)
 
 MAX_PUTS = 64
 """Under way at once; those beyond are dropped."""
+SEAL_BYTES = 16
 
 
 class KeyValueStore(Protocol):
@@ -38,11 +41,18 @@ class KeyValueStore(Protocol):
 
 
 class FolderStore:
-    """One file a key. Nothing is ever deleted: the folder's size is its owner's business."""
+    """One file a key. Nothing is ever deleted: the folder's size is its owner's business.
+
+    Raises StorageError for a folder that cannot be made or written to."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"external: no folder {folder}: {error.strerror}") from error
+        if not os.access(self.folder, os.W_OK | os.X_OK):
+            raise StorageError(f"external: {folder} cannot be written to")
 
     def put(self, key: str, value: bytes) -> None:
         with atomic_file(self.folder / key) as file:
@@ -120,6 +130,23 @@ def open_store(text: str) -> KeyValueStore:
     return FolderStore(where) if kind == "folder" else MooncakeStore(where)
 
 
+def sealed(key: str, data: bytes) -> bytes:
+    """The data, and a digest of it and of its key: bytes that changed, or moved, are found out."""
+    return data + _seal(key, data)
+
+
+def opened(key: str, value: bytes, num_bytes: int) -> bytes | None:
+    """The data that was sealed; None if it is not that, or has another length."""
+    data = value[:num_bytes]
+    return data if value[num_bytes:] == _seal(key, data) and len(data) == num_bytes else None
+
+
+def _seal(key: str, data: bytes) -> bytes:
+    hasher = hashlib.blake2b(key.encode(), digest_size=SEAL_BYTES)
+    hasher.update(data)
+    return hasher.digest()
+
+
 class External:
     """The engine's side of a store. `read` gives the bytes of host pages."""
 
@@ -139,6 +166,8 @@ class External:
         self.puts = self.fetched = 0
         """Pages put and brought back."""
         self._under_way: set[futures.Future[None]] = set()
+        self._damaged: set[str] = set()
+        """Keys whose values are to be put anew."""
 
     def close(self) -> None:
         """Wait for what is under way."""
@@ -158,8 +187,9 @@ class External:
 
     def _put(self, key: str, data: bytes) -> None:
         try:
-            if not self.store.is_exist(key):
-                self.store.put(key, data)
+            if key in self._damaged or not self.store.is_exist(key):
+                self.store.put(key, sealed(key, data))
+                self._damaged.discard(key)
         except (OSError, BackendError) as error:
             self._fail(error)
 
@@ -181,7 +211,19 @@ class External:
             return []
 
     def _has(self, kind: Kind, key: bytes) -> bool:
-        return self.store.is_exist(self._key(kind, key))
+        name = self._key(kind, key)
+        return name not in self._damaged and self.store.is_exist(name)
+
+    def _get(self, kind: Kind, key: bytes, num_bytes: int) -> bytes | None:
+        """What was put; None for what has gone, was cut, or is not what was put."""
+        name = self._key(kind, key)
+        if (value := self.store.get(name)) is None:
+            return None
+        data = opened(name, value, num_bytes)
+        if data is None:
+            log.warning("%s in the external store is damaged; it is put there anew", name)
+            self._damaged.add(name)
+        return data
 
     def _pieces(self, ask: Wanted) -> list[Piece]:
         """The pages up to the last block with a state, and that state unless it is here."""
@@ -206,8 +248,8 @@ class External:
             return []
         pieces = []
         for kind, end in wanted:
-            data = self.store.get(self._key(kind, keys[end - 1]))
-            if data is None or len(data) != ask.num_bytes[kind]:  # gone since, or cut
+            data = self._get(kind, keys[end - 1], ask.num_bytes[kind])
+            if data is None:
                 return []
             pieces.append(Piece(kind, end, data))
         return pieces

@@ -63,7 +63,7 @@ def _cut(scores: Tensor, least: Tensor, kept: Tensor) -> Tensor:
 def _num_kept(probs: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """[R, 1] how many of the tokens with these falling probabilities pass; the first always."""
     device, count = probs.device, probs.shape[1]
-    top_k = on_device([[p.top_k or count] for p in params], device)
+    top_k = on_device([[min(p.top_k or count, count)] for p in params], device)
     top_p = on_device([[p.top_p] for p in params], device, torch.float32)
     min_p = on_device([[p.min_p] for p in params], device, torch.float32)
     passes = torch.arange(count, device=device) < top_k

@@ -16,6 +16,9 @@ def prompt_of(request: Request, runner: Runner, max_context: int) -> Prompt:
             f"prompt_ids has an id outside [0, {runner.vocab_size}): "
             f"{min(ids) if min(ids) < 0 else max(ids)}"
         )
+    strange = [i for i in request.params.logit_bias if not 0 <= i < runner.vocab_size]
+    if strange:
+        raise InputError(f"logit_bias has an id outside [0, {runner.vocab_size}): {strange[0]}")
     if request.media and request.params.prompt_logprobs is not None:
         raise InputError("prompt_logprobs is for prompts without pictures")
     if len(ids) >= max_context:

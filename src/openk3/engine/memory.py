@@ -10,6 +10,7 @@ Legend: H heads, K = V head width, W taps, R latent width.
 import os
 from collections.abc import Sequence
 from math import prod
+from typing import IO
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from openk3.config import ModelConfig
 from openk3.engine.plan import Copy, Geometry, num_host_pages
 from openk3.engine.transfer import on_device
 from openk3.engine.types import EngineConfig
-from openk3.errors import ConfigError
+from openk3.errors import ConfigError, StorageError
 
 ALIGN = 256  # bytes
 
@@ -56,6 +57,7 @@ class PageMemory:
         self.pool[:, self.scratch] = 0
         self._config = config
         self._host: Tensor | None = None
+        self._host_file = self._reserve()
 
     def _cut(self, config: EngineConfig) -> Geometry:
         """Pages that hold a KDA layer's state, or page_tokens latents of an MLA layer."""
@@ -82,6 +84,28 @@ class PageMemory:
                 pinned = self.device.type == "cuda"
                 self._host = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
         return self._host
+
+    def _reserve(self) -> IO[bytes] | None:
+        """The host tier's file with all its blocks, locked: a disk that fills up later would end
+        the process at a write, and two engines would overwrite each other's pages."""
+        name, count = self._config.host_file, num_host_pages(self.geometry, self._config)
+        size = len(self.pool) * count * self.geometry.page_bytes
+        if name is None or size == 0:
+            return None
+        import fcntl  # no Windows has it, and no Windows needs it without this file
+
+        try:
+            file = open(name, "ab")  # noqa: SIM115 (it is locked as long as the engine lives)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if hasattr(os, "posix_fallocate"):  # macOS has none
+                os.posix_fallocate(file.fileno(), 0, size)
+        except BlockingIOError as error:
+            raise StorageError(f"host_file {name} is in use by another engine") from error
+        except OSError as error:
+            raise StorageError(
+                f"host_file {name}, {size} bytes: {error.strerror or error}"
+            ) from error
+        return file
 
     def drop_host(self) -> None:
         """Give the host tier's memory back, until a copy needs it again."""

@@ -154,6 +154,7 @@ def _sample(scores: Tensor, rows: Sequence[Row], seed: int, filtered: bool) -> T
     """[R] int64: ids that are the largest with noise (the Gumbel trick)."""
     params, device = [row.request.params for row in rows], scores.device
     heat = on_device([[p.temperature] for p in params], device, torch.float32)
+    heat = heat.clamp_min(torch.finfo(torch.float32).tiny)  # 0 / 0 would be no number
     # the largest is moved to 0 first: no temperature, however small, then makes an infinity
     scores = (scores - scores.amax(-1, keepdim=True)) / heat
     ids = torch.arange(scores.shape[1], device=device)[None]

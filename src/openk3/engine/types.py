@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, Literal, Protocol
 
 from openk3.errors import ConfigError, InputError
@@ -75,6 +76,7 @@ class SamplingParams:
                 self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 64,
                 "within [0, 64]",
             ),
+            ("logit_bias", all(map(isfinite, self.logit_bias.values())), "finite"),
             ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
         ):
             if not good:
