@@ -19,6 +19,8 @@ GOLDEN_LOCAL = Path(__file__).parent / "golden"
 def pytest_configure(config: pytest.Config) -> None:
     import torch
 
+    import triton_interpreter  # noqa: F401  (before any test module imports triton)
+
     torch.set_num_threads(1)
     # how long one example takes is the machine's business, which may have much else to do
     slow = [hypothesis.HealthCheck.too_slow]

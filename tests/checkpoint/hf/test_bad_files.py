@@ -241,7 +241,8 @@ def test_a_folder_of_pickles_is_never_loaded(folder):
 
 
 def test_no_folder_no_config(tmp_path):
-    refused(tmp_path / "nowhere", "config.json")
+    refused(tmp_path / "nowhere", "is no folder")
+    refused(tmp_path, "config.json")
     (tmp_path / "config.json").write_text("{")
     refused(tmp_path, "not JSON")
 
