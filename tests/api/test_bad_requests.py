@@ -171,6 +171,7 @@ BAD = {
     "prompt mixed": (TEXT, {"prompt": [1, "x"]}),
     "prompt many": (TEXT, {"prompt": ["x"] * 100, "n": 2}),
     "suffix": (TEXT, {"prompt": "x", "suffix": "y"}),
+    "best of": (TEXT, {"prompt": "x", "best_of": 3, "n": 2}),
     "nothing at all": (TEXT, {"prompt": "x", "max_tokens": 0}),
     "nothing of a chat": (CHAT, {"messages": HI, "max_tokens": 0}),
     "tokenize nothing": ("/tokenize", {}),

@@ -34,6 +34,8 @@ def units(state: Serving, body: CompletionBody) -> list[Unit]:
     """The choices that a body asks for; blocking. Raises ApiError."""
     if body.suffix:
         raise bad("is not supported", "suffix")
+    if body.best_of not in (None, body.n or 1):
+        raise bad("must equal n: choices are not ranked here", "best_of")
     prompts = _prompts(state, body)
     if len(prompts) * (body.n or 1) > MAX_CHOICES:
         raise bad(f"more than {MAX_CHOICES} choices", "prompt")

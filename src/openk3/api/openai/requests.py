@@ -100,6 +100,7 @@ class CompletionBody(Sampling):
     prompt: str | list[str] | list[int] | list[list[int]]
     echo: bool | None = None
     suffix: str | None = None
+    best_of: int | None = None
     logprobs: int | None = Field(default=None, ge=0, le=20)
 
 
