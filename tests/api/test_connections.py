@@ -1,5 +1,6 @@
 """Callers that leave, stall, come too often or without a key; time limits; shutdown."""
 
+import asyncio
 import concurrent.futures
 import json
 import socket
@@ -11,6 +12,7 @@ pytest.importorskip("fastapi", reason="the serve extra is not installed")
 httpx = pytest.importorskip("httpx", reason="the serve extra is not installed")
 
 from openai_server import serving  # noqa: E402
+from openk3.api.serving import CutOff  # noqa: E402
 from openk3.engine.types import Output  # noqa: E402
 from scripted_engine import ScriptedEngine, ids_of  # noqa: E402
 
@@ -295,3 +297,51 @@ def test_neither_keys_nor_prompts_reach_the_log(caplog, capfd):
         server.post("/v1/chat/completions", text, headers={"authorization": "Bearer sk-secret2"})
     out = capfd.readouterr()
     assert "secret" not in caplog.text + out.out + out.err
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_request_that_is_cut_off_when_the_server_ends_is_told(begun):
+    sent = []
+
+    async def app(scope, receive, send):
+        if begun:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        await asyncio.Event().wait()
+
+    async def send(message):
+        sent.append(message)
+
+    async def go():
+        task = asyncio.create_task(CutOff(app)({"type": "http"}, None, send))
+        await asyncio.sleep(0)
+        task.cancel()
+        await task
+
+    asyncio.run(go())
+    assert [m["status"] for m in sent if m["type"] == "http.response.start"] == [
+        200 if begun else 503
+    ]
+    if not begun:
+        assert "was stopped" in json.loads(sent[1]["body"])["error"]["message"]
+
+
+def test_an_application_that_is_cancelled_still_cleans_up():
+    seen = []
+
+    async def app(scope, receive, send):
+        seen.append(await receive())
+        seen.append(await receive())
+        await send("cleaned up")
+
+    async def go():
+        events, sent = asyncio.Queue(), asyncio.Queue()
+        events.put_nowait({"type": "lifespan.startup"})
+        task = asyncio.create_task(CutOff(app)({"type": "lifespan"}, events.get, sent.put))
+        while not seen:
+            await asyncio.sleep(0)
+        task.cancel()
+        await task
+        return sent.get_nowait()
+
+    assert asyncio.run(go()) == "cleaned up"
+    assert [event["type"] for event in seen] == ["lifespan.startup", "lifespan.shutdown"]

@@ -1,8 +1,11 @@
 """Running an ASGI app: safe bindings, and a shutdown that lets requests finish."""
 
+import asyncio
+import json
 import math
 import socket
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -53,7 +56,7 @@ def serve(
     shown = f"[{host}]" if ":" in host else host
     on_ready(f"http://{shown}:{sock.getsockname()[1]}")
     config = uvicorn.Config(
-        app,
+        CutOff(app),
         log_level="warning",
         timeout_graceful_shutdown=math.ceil(grace_s),
         timeout_keep_alive=KEEP_ALIVE_S,
@@ -66,3 +69,45 @@ def serve(
             super().handle_exit(sig, frame)
 
     Server(config).run(sockets=[sock])
+
+
+class CutOff:
+    """What a second interrupt, or the end of their grace, cancels: requests are answered 503, in
+    the shape of OpenAI's errors and of E2B's, and the application still cleans up."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, partial(_next_event, receive), send)
+            return
+        started = False
+
+        async def noted(message: Any) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noted)
+        except asyncio.CancelledError:
+            if scope["type"] != "http":
+                raise
+            if not started:
+                await _unavailable(send, "the server was stopped before this request was finished")
+
+
+async def _next_event(receive: Any) -> Any:
+    try:
+        return await receive()
+    except asyncio.CancelledError:
+        return {"type": "lifespan.shutdown"}
+
+
+async def _unavailable(send: Any, message: str) -> None:
+    error = {"message": message, "type": "overloaded_error", "param": None, "code": "stopped"}
+    body = json.dumps({"code": 503, "message": message, "error": error}).encode()
+    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": 503, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
