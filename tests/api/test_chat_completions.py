@@ -120,8 +120,8 @@ def test_a24_characters_of_several_tokens_arrive_whole(text):
 
 
 def test_a25_stop_strings_end_the_answer_and_the_work():
-    script = ids_of("hm beta gamma⟨C⟩think⟨S⟩⟨O⟩response⟨S⟩alpha beta gamma delta" + "x" * 500)
-    with serving(script) as server:
+    script = ids_of("hm beta gamma⟨C⟩think⟨S⟩⟨O⟩response⟨S⟩alpha beta gamma delta" + "x" * 90_000)
+    with serving(script, step_s=0.001) as server:  # so it cannot end before it is aborted
         for answer in (
             whole(server.chat(stop=["beta gamma"])),
             joined(server.chat_stream(stop="beta gamma")),
