@@ -27,11 +27,16 @@ def put_away(made, prompt, seed=50):
     made.engine.memory.external.threads.submit(lambda: None).result()
 
 
-def test_a_prefix_comes_back_from_behind_the_host():
+def stored(num_pages=2):
+    """(store, driver, a prompt of that many pages that only the store still has)."""
     store = Dictionary()
-    made = driver(store)
-    prompt = random_ids(3 * P)
+    made, prompt = driver(store), random_ids(num_pages * P)
     put_away(made, prompt)
+    return store, made, prompt
+
+
+def test_a_prefix_comes_back_from_behind_the_host():
+    _, made, prompt = stored(3)
     stats = made.engine.stats()
     assert (stats.host_hits, stats.external_hits) == (0, 0)
     assert stats.external_puts > 0
@@ -43,10 +48,7 @@ def test_a_prefix_comes_back_from_behind_the_host():
 
 @pytest.mark.parametrize("lost", ["latents", "state"])
 def test_half_of_a_prefix_is_not_fetched(lost):
-    store = Dictionary()
-    made = driver(store)
-    prompt = random_ids(2 * P)
-    put_away(made, prompt)
+    store, made, prompt = stored()
     for key in [key for key in store.values if f"-{lost}-" in key]:
         del store.values[key]
     assert made.run((*prompt, 5)).cached == 0
@@ -54,10 +56,7 @@ def test_half_of_a_prefix_is_not_fetched(lost):
 
 
 def test_what_was_cut_or_does_not_fit_is_no_hit():
-    store = Dictionary()
-    made = driver(store)
-    prompt = random_ids(2 * P)
-    put_away(made, prompt)
+    store, made, prompt = stored()
     for key in store.values:
         store.values[key] = store.values[key][:-1]
     assert made.run((*prompt, 5)).cached == 0
@@ -67,10 +66,7 @@ def test_what_was_cut_or_does_not_fit_is_no_hit():
 
 
 def test_what_was_damaged_is_no_hit_and_is_put_anew(caplog):
-    store = Dictionary()
-    made = driver(store)
-    prompt = random_ids(2 * P)
-    put_away(made, prompt)
+    store, made, prompt = stored()
     whole = dict(store.values)
     store.values = {key: bytes([value[0] ^ 1]) + value[1:] for key, value in whole.items()}
     for _ in range(4):  # one damaged page is found out each time, and written once more
@@ -86,10 +82,7 @@ def test_what_was_damaged_is_no_hit_and_is_put_anew(caplog):
 
 
 def test_a_page_under_the_key_of_another_is_no_hit():
-    store = Dictionary()
-    made = driver(store)
-    prompt = random_ids(2 * P)
-    put_away(made, prompt)
+    store, made, prompt = stored()
     for kind in ("latents", "state"):
         keys = [key for key in store.values if f"-{kind}-" in key]
         moved = [store.values[key] for key in keys[1:] + keys[:1]]
@@ -99,10 +92,7 @@ def test_a_page_under_the_key_of_another_is_no_hit():
 
 
 def test_forgotten_and_other_weights_are_not_found():
-    store = Dictionary()
-    made = driver(store)
-    prompt = random_ids(2 * P)
-    put_away(made, prompt)
+    _, made, prompt = stored()
     made.engine.reset()
     assert made.run((*prompt, 5)).cached == 0
     put_away(made, prompt)

@@ -5,7 +5,8 @@ token) are copied asynchronously into SLOTS places in shared memory; a place is 
 soon as its row has been used. Loads therefore stay in flight through every barrier, and registers
 hold sums only: what `kernels.py` does, with the waiting taken out.
 
-Every thread copies the very words that it will read. Letters: T tokens, D channels, S sources,
+Every thread copies the very words that it will read. Gluon cannot call Triton's functions, so sums
+of several vectors stand here as in `row_kernels.py`. Letters: T tokens, D channels, S sources,
 N = D / 2 words of two channels a row, C words a piece, W warps.
 """
 
