@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from openk3.engine import Engine, EngineConfig, Output, Request, SamplingParams
 from openk3.engine.cache.checks import check
-from openk3.engine.external import KeyValueStore
 from openk3.engine.scripted import Script, ScriptedRunner, from_prefix
+from openk3.engine.stores import KeyValueStore
 
 H, P = 16, 64
 VOCAB, END = 128, 127

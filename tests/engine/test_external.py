@@ -8,7 +8,7 @@ import torch
 
 from engine_driver import PAGE_BYTES, Dictionary, Driver, H, P, random_ids, serve_random
 from openk3.engine import Engine, EngineConfig, Request, SamplingParams
-from openk3.engine.external import FolderStore, MooncakeStore, open_store
+from openk3.engine.stores import FolderStore, MooncakeStore, open_store
 from openk3.errors import BackendError, ConfigError, StorageError
 from small_models import lively_model
 

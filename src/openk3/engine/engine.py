@@ -15,11 +15,11 @@ from openk3.engine.ahead import plan_ahead
 from openk3.engine.cache import Memory
 from openk3.engine.cache.checks import check
 from openk3.engine.counts import Counts
-from openk3.engine.external import KeyValueStore
 from openk3.engine.landing import land
 from openk3.engine.plan import ChunkResult, Results, Runner, StepPlan, num_host_pages
 from openk3.engine.scheduler import Row, Scheduler
 from openk3.engine.sequence import Sequence
+from openk3.engine.stores import KeyValueStore
 from openk3.engine.types import EngineConfig, Output, Request, Stats
 from openk3.engine.warm_up import run_prompts
 from openk3.errors import ConfigError, ConflictError, LimitError

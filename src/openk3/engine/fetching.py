@@ -4,9 +4,10 @@ from collections.abc import Iterable
 from concurrent.futures import wait
 
 from openk3.engine.cache import Memory
-from openk3.engine.external import External, KeyValueStore, open_store
+from openk3.engine.external import External
 from openk3.engine.plan import Runner
 from openk3.engine.sequence import Sequence
+from openk3.engine.stores import KeyValueStore, open_store
 from openk3.engine.types import EngineConfig
 
 WAIT_S = 0.02

@@ -10,11 +10,13 @@ import torch
 
 @cache
 def has_triton() -> bool:
+    """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
 @cache
 def has_gluon() -> bool:
+    """Whether Triton has Gluon, its lower-level language."""
     return has_triton() and importlib.util.find_spec("triton.experimental.gluon") is not None
 
 

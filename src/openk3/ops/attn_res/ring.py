@@ -48,6 +48,7 @@ def _row_bytes(dim: int) -> int:
 
 
 def forward_ring(num_sources: int, dim: int) -> Ring:
+    """Two programs a multiprocessor, each with half of its shared memory."""
     return Ring(4, min(7, SHARED // 2 // _row_bytes(dim)), min(3, num_sources), 2)
 
 

@@ -36,6 +36,7 @@ class Launch(NamedTuple):
 
 @cache
 def forward_launch(num_sources: int, dim: int, dtype: torch.dtype) -> Launch:
+    """Tuned numbers of the forward kernel for S sources [T, dim]."""
     if dtype == torch.bfloat16 and row_layout(dim, dtype)[2] == 1024:
         per_sm = 2 if num_sources <= 3 else 1
         return Launch(8, per_sm, min(3, num_sources), min(3, num_sources))
@@ -44,6 +45,7 @@ def forward_launch(num_sources: int, dim: int, dtype: torch.dtype) -> Launch:
 
 @cache
 def backward_launch(num_sources: int, dim: int, dtype: torch.dtype) -> Launch:
+    """Tuned numbers of the backward kernel for S sources [T, dim]."""
     if dtype == torch.bfloat16 and row_layout(dim, dtype)[2] == 1024:
         if num_sources <= 3:
             return Launch(8, 1, num_sources, num_sources, num_sources)

@@ -13,6 +13,7 @@ from openk3.ops.triton_support import launch, num_sms, power_of_two
 def block_partials(
     sources: Sequence[Tensor], queries: Tensor, norm_weights: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
+    """As `two_phase.block_partials`: S sources [T, D] -> partials [Q, T, D], log-sum-exp [Q, T]."""
     flat = [v.contiguous() for v in sources]
     tokens, dim = flat[0].shape
     num_queries = queries.shape[0]
@@ -35,6 +36,7 @@ def merge_running(
     partial: Tensor, lse: Tensor, running: Tensor, query: Tensor, norm_weight: Tensor, eps: float,
     out_norm: tuple[Tensor, float] | None,
 ) -> Tensor:  # fmt: skip
+    """As `two_phase.merge_running` of one query: partial, running [T, D], lse [T] -> [T, D]."""
     tokens, dim = running.shape
     weight, out_eps = out_norm or (None, 0.0)
     out = torch.empty_like(running)

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 @gluon.jit
 def fetch(matrix, row, col, bar, to):
+    """Begin to copy the tile at (row, col) of a matrix to shared memory; `bar` counts its bytes."""
     tma.async_copy_global_to_shared(matrix, [row, col], bar, to)
 
 
