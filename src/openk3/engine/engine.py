@@ -265,8 +265,7 @@ class Engine:
         kernels compiled for prompts of several lengths. ConflictError if a request is running."""
         if self._known:
             raise ConflictError("warm_up is called while requests run; call it before the first")
-        record = getattr(self.runner, "warm_up", None)
-        if record is not None and record():
+        if self.runner.warm_up():
             run_prompts(self)
             self.reset()
             self._counts = Counts()
@@ -309,7 +308,7 @@ class Engine:
 def _overlaps(runner: Runner, config: EngineConfig) -> bool:
     if config.overlap is not None or config.num_drafts or config.batch_invariant:
         return bool(config.overlap)
-    return getattr(runner, "runs_beside_host", False)
+    return runner.runs_beside_host
 
 
 def _runner_for(model: Any, config: EngineConfig) -> Runner:

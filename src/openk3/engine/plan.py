@@ -141,6 +141,13 @@ class Runner(Protocol):
     vocab_size: int
     end_id: int
     max_positions: int
+    runs_beside_host: bool
+    """Whether a step that was launched computes while the host does something else."""
+
+    def warm_up(self) -> bool:
+        """What would make first steps slow, in advance, while nothing runs. Whether prompts of
+        several lengths would still meet something for the first time."""
+        ...
 
     def run(self, plan: StepPlan) -> Sequence[ChunkResult]:
         """One result for each chunk, in order. Checkpoints have landed when it returns."""

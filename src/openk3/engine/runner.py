@@ -74,9 +74,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> bool:
-        """Record the decoding steps of all batch sizes, so that none is when it is waited for.
-
-        Whether there are kernels that are compiled when they are first met."""
+        """Record the decoding steps of all batch sizes, so that none is when it is waited for."""
         if self._graphs is not None:
             with evaluation_mode(self.model):
                 for tokens in {1, self._window}:
@@ -147,7 +145,7 @@ class ModelRunner:
             for slot, score in scores.items():
                 found[slot] = replace(found[slot], prompt_logprobs=score.wait())
             if self._drafts is not None:
-                ends = [_standing(c, found[c.slot]) for c in ordered]
+                ends = [_standing(c, len(found[c.slot].new_ids)) for c in ordered]
                 unfilled = len(hidden) == sum(len(c.token_ids) for c in chunks)
                 firsts = batch.firsts((), ordered) if unfilled else batch.firsts(decode, prefill)
                 self._drafts.keep(ordered, ends, hidden, firsts)
@@ -230,8 +228,7 @@ class ModelRunner:
         count = chunk.num_drafts + 1 if chunk.samples else 0
         kept = _kept(chunk, list(itertools.islice(choices, count)))
         if windowed:
-            standing = chunk.num_known + max(len(kept) - 1, 0)
-            self._accepted[chunk.slot] = standing - batch.advance(chunk)
+            self._accepted[chunk.slot] = _standing(chunk, len(kept)) - batch.advance(chunk)
         if not kept:
             return ChunkResult()
         bad = next((choice.error for choice in kept if choice.error), None)
@@ -253,9 +250,9 @@ def _kept(chunk: Chunk, chosen: list[Choice]) -> list[Choice]:
     return chosen[: right + 1]
 
 
-def _standing(chunk: Chunk, result: ChunkResult) -> int:
+def _standing(chunk: Chunk, num_chosen: int) -> int:
     """How many tokens of a chunk are the sequence's own: the known ones, and right drafts."""
-    return chunk.num_known + max(len(result.new_ids) - 1, 0)
+    return chunk.num_known + max(num_chosen - 1, 0)
 
 
 def sampling_rows(chunk: Chunk) -> list[Row]:

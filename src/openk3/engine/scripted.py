@@ -79,6 +79,7 @@ class ScriptedRunner:
         self.picture_size = 4
         """Positions that one picture takes."""
         self.media_id = 1
+        self.runs_beside_host = False
         self.memory: dict[Tier, dict[int, Page]] = {"pool": {}, "host": {}}
         self.window = window
         self._accepted: dict[int, int] = {}
@@ -88,6 +89,10 @@ class ScriptedRunner:
         self._failed: dict[int, str] = {}
         self._chosen: dict[int, tuple[str, list[int]]] = {}
         """What a slot's request has been given so far, also what the engine has not seen yet."""
+
+    def warm_up(self) -> bool:
+        """There is nothing to warm."""
+        return False
 
     def run(self, plan: StepPlan) -> list[ChunkResult]:
         """Poison, copies, chunks; every read is checked."""
