@@ -17,7 +17,10 @@ async def main(home: str) -> None:
     if not found.ok:
         return
     box = await Sandbox.create(pool=pool, limits=Limits(disk_mb=32))
-    counting = "n=0; while true; do n=$((n+1)); echo $n > /tmp/n; sleep 0.02; done"
+    # written aside: a reader must not meet a file that was just emptied
+    counting = (
+        "n=0; while true; do n=$((n+1)); echo $n > /tmp/m; mv /tmp/m /tmp/n; sleep 0.02; done"
+    )
     (await box.start(counting, detach=True)).let_go()
     await box.run("echo kept > f; rm -f /etc/hosts; mkdir d; until [ -e /tmp/n ]; do :; done")
     full = await box.run("head -c 60000000 /dev/zero > big; rm big")

@@ -21,7 +21,9 @@ def test_reported_files_and_processes_survive_every_cycle(aio, fresh):
 
     async def go() -> None:
         counter = await fresh.start(
-            "n=0; while true; do n=$((n+1)); echo $n > /tmp/n; sleep 0.02; done", detach=True
+            # written aside: a reader must not meet a file that was just emptied
+            "n=0; while true; do n=$((n+1)); echo $n > /tmp/m; mv /tmp/m /tmp/n; sleep 0.02; done",
+            detach=True,
         )
         counter.let_go()
         last = 0
