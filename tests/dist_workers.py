@@ -9,7 +9,6 @@ import faulthandler
 import functools
 import multiprocessing
 import os
-import socket
 import sys
 import time
 import traceback
@@ -30,7 +29,8 @@ class Crew:
     """`size` processes that live until `close`, or until a check fails."""
 
     def __init__(self, size, device="cpu"):
-        self.size, self.device, self._processes, self._pipes = size, device, [], []
+        self.size, self.device, self._store = size, device, None
+        self._processes, self._pipes = [], []
 
     def run(self, work, *args):
         """Run `work(world, *args)` everywhere; the results by rank. Fails with every traceback."""
@@ -60,11 +60,11 @@ class Crew:
     def _start(self):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["openk3.train.setup"])
-        port = free_port()
+        self._store = open_store()
         for rank in range(self.size):
             here, there = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.size, port, self.device, there)
+                target=_serve, args=(rank, self.size, self._store.port, self.device, there)
             )
             process.start()
             there.close()
@@ -80,7 +80,7 @@ class Crew:
             if process.is_alive():
                 process.kill()
                 process.join()
-        self._processes, self._pipes = [], []
+        self._store, self._processes, self._pipes = None, [], []
 
 
 @functools.cache
@@ -91,10 +91,12 @@ def crew(size, device="cpu"):
     return shared
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def open_store():
+    """The store of processes that `enter`, in this one as torchrun has it: its port is taken the
+    moment it is chosen."""
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def enter(rank, size, port):
@@ -103,7 +105,8 @@ def enter(rank, size, port):
 
     torch.set_num_threads(1)
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
-    os.environ |= {k: str(v) for k, v in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {k: str(v) for k, v in names.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def best_device(size):

@@ -1,11 +1,10 @@
 """Two processes over gloo: the same step as one process, equal ranks, one writer, one stop."""
 
 import multiprocessing
-import os
-import socket
 
 import pytest
 import torch
+from dist_workers import enter, open_store
 from tiny_run import noisy_loss, tiny_recipe, write_tiny_data
 
 from openk3.checkpoint import training as checkpoints
@@ -58,21 +57,18 @@ def run(recipe, folder, stop_after):
         torch.save((finished, trainer.stepper.masters.state()), f"{folder}.{world.rank}")
 
 
-def enter(rank, size, port, work, args):
-    torch.set_num_threads(1)
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
-    os.environ |= {k: str(v) for k, v in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
+def start(rank, size, port, work, args):
+    enter(rank, size, port)
     work(*args)
 
 
 def launch(size, work, *args):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    store = open_store()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["openk3.train.setup"])
     processes = [
-        context.Process(target=enter, args=(rank, size, port, work, args)) for rank in range(size)
+        context.Process(target=start, args=(rank, size, store.port, work, args))
+        for rank in range(size)
     ]
     for process in processes:
         process.start()

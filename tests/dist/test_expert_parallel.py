@@ -77,25 +77,26 @@ def check(found, size, case, padding=0.0):
         assert any(rank[2].abs().max() > 1e-3 for rank in found if rank[2].numel())
 
 
-def on_gpus(world, kind, case, padding):
+def on_gpus(world, kind, case, padding, dtype):
     widths = {"latent": 64, "inner": 64}
     group = torch.distributed.group.WORLD
-    return three_steps(group, kind, case, padding, widths, world.device, torch.bfloat16)
+    return three_steps(group, kind, case, padding, widths, world.device, dtype)
 
 
 @pytest.mark.skipif(best_device(2) == "cpu", reason="needs two CUDA devices")
+@pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("padding", [0.0, 0.4])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES)
-def test_two_gpus_compute_as_one_device(kind, case, padding):
-    found = crew(2, "cuda").run(on_gpus, kind, case, padding)
+def test_two_gpus_compute_as_one_device(kind, case, padding, dtype, error):
+    found = crew(2, "cuda").run(on_gpus, kind, case, padding, dtype)
     parts = [tokens_of(case, rank, padding, 64) for rank in range(2)]
     per_rank, weight_grads = one_device(parts, 8, latent=64, inner=64)
     for rank in range(2):
         blocks = [grad[4 * rank : 4 * rank + 4] for grad in weight_grads]
         for got, wanted in zip(found[rank], [*per_rank[rank], *blocks], strict=True):
             assert got.isfinite().all()
-            assert (got.double() - wanted).norm() <= 2e-2 * wanted.norm()
+            assert (got.double() - wanted).norm() <= error * wanted.norm()
 
 
 def tiled(group, parts, width):
@@ -112,6 +113,7 @@ def tiled(group, parts, width):
     return [out.detach(), leaf.grad, scores.grad, *grads]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's kernels are compiled, and run above")
 @pytest.mark.parametrize("width", [64, 16])
 @pytest.mark.parametrize("favourites", [[0, 1], [0, 1, 2, 3]])
 def test_tiled_products_between_collectives(ranks, favourites, width):

@@ -9,8 +9,9 @@ from openk3.config import preset
 from openk3.model.moe import LatentMoE
 from openk3.model.ports import Context
 from openk3.ops import mx
-from openk3.ops.moe import count_margins, expert_mlp, route, situ_glu
+from openk3.ops.moe import count_margins, expert_mlp, grouped, route, situ_glu
 from openk3.ops.moe.row_plan import Shape
+from openk3.parallel.moonep.tiled import halves
 
 pytestmark = pytest.mark.gpu
 BF16 = 6e-3  # a few roundings of 2^-9 in series
@@ -109,6 +110,26 @@ def test_experts_at_full_width():
     for options in CHOICES.values():
         got = gradients(run_experts(ids, options), (x, weights, w13, w2), x)
         assert max(relative_error(a, b) for a, b in zip(got, wanted, strict=True)) < 1.5e-2
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, BF16), (torch.float32, 3e-6)])
+def test_portable_products(dtype, error):
+    """Of float32 the tensor cores take three parts; its tiles fit into shared memory too."""
+    latent, inner = 320, 192
+    sizes, owner = torch.tensor([128, 0, 64, 448, 0, 0, 0, 0]).cuda(), [0] * 128 + [2] * 64
+    owner = torch.tensor(owner + [3] * 448).cuda()
+    plan = halves(sizes, len(owner)).own
+    x, d = (normal(len(owner), w, seed=w, dtype=dtype) for w in (latent, inner))
+    w1, w3 = (normal(4, inner, latent, seed=s, dtype=dtype, scale=latent**-0.5) for s in (1, 2))
+    gate, up = (torch.einsum("rl,rfl->rf", x.double(), w.double()[owner]) for w in (w1, w3))
+    assert relative_error(grouped.rows_product(x, w1, plan, transposed=True), gate) < error
+    back = torch.einsum("rf,rfl->rl", d.double(), w1.double()[owner])
+    assert relative_error(grouped.rows_product(d, w1, plan, transposed=False), back) < error
+    act, _ = grouped.situ_product(x, w1, w3, plan, 4.0, 25.0, save=False)
+    assert relative_error(act, situ_glu(gate, up, 4.0, 25.0)) < error
+    one_hot = torch.nn.functional.one_hot(owner, 4).double()
+    grad = torch.einsum("re,rf,rl->efl", one_hot, d.double(), x.double())
+    assert relative_error(grouped.weight_grad(d, x, plan), grad) < error
 
 
 @pytest.mark.parametrize("tokens", [1, 63, 1000])

@@ -20,13 +20,17 @@ from openk3.ops.triton_support import launch, num_sms, power_of_two
 
 
 class Tile(NamedTuple):
-    """Shape and pipeline of one kernel."""
+    """Shape and pipeline of one kernel, for numbers of two bytes; wider ones get less depth."""
 
     bn: int
     bk: int
     num_warps: int
     num_stages: int
     flat: bool = True
+
+    def depth(self, x: Tensor) -> int:
+        """bk for numbers like x's."""
+        return 2 * self.bk // x.element_size()
 
 
 SITU_TILE = Tile(128, 64, 8, 4, flat=False)
@@ -39,6 +43,11 @@ def descriptor(x: Tensor, block: tuple[int, int]) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
+
+
+def _precision(x: Tensor) -> str:
+    """Of products on tensor cores: float32 numbers are taken apart, not rounded."""
+    return "tf32x3" if x.dtype == torch.float32 else "tf32"
 
 
 def _rows_of_tile(plan: Plan) -> int:
@@ -60,14 +69,15 @@ def situ_product(
     _, inner, latent = w1.shape
     act = x.new_empty(x.shape[0], inner)
     gate_up = x.new_empty(x.shape[0], 2 * inner) if save else None
-    rows = _rows_of_tile(plan)
-    weights = [descriptor(hopper.one_matrix(w), (tile.bn, tile.bk)) for w in (w1, w3)]
+    rows, depth = _rows_of_tile(plan), tile.depth(x)
+    weights = [descriptor(hopper.one_matrix(w), (tile.bn, depth)) for w in (w1, w3)]
     launch(
         kernels.grouped_situ, (num_sms(x.device),),
-        descriptor(x, (rows, tile.bk)), *weights, act, gate_up,
+        descriptor(x, (rows, depth)), *weights, act, gate_up,
         tuple(plan.tiles[:3]), plan.tiles.num_tiles, beta1, beta2 or 0.0,
-        PITCH=w1.stride(0) // latent, K=latent, N=inner, BM=rows, BN=tile.bn, BK=tile.bk,
+        PITCH=w1.stride(0) // latent, K=latent, N=inner, BM=rows, BN=tile.bn, BK=depth,
         SAVE=save, CAP=beta2 is not None, FLAT=tile.flat and x.is_cuda, ASM=x.is_cuda,
+        PRECISION=_precision(x),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return act, gate_up
@@ -84,15 +94,15 @@ def rows_product(
     num_experts, rows_w, cols_w = w.shape
     out_width = rows_w if transposed else cols_w
     out = x.new_empty(x.shape[0], out_width) if out is None else out
-    block = (tile.bn, tile.bk) if transposed else (tile.bk, tile.bn)
+    rows, depth = _rows_of_tile(plan), tile.depth(x)
+    block = (tile.bn, depth) if transposed else (depth, tile.bn)
     flat = w.view(num_experts * rows_w, cols_w)
-    rows = _rows_of_tile(plan)
     launch(
         kernels.grouped_rows, (num_sms(x.device),),
-        descriptor(x, (rows, tile.bk)), descriptor(flat, block), out,
+        descriptor(x, (rows, depth)), descriptor(flat, block), out,
         tuple(plan.tiles[:3]), plan.tiles.num_tiles,
-        K=x.shape[1], N=out_width, BM=rows, BN=tile.bn, BK=tile.bk,
-        TRANSPOSED=transposed, FLAT=tile.flat and x.is_cuda,
+        K=x.shape[1], N=out_width, BM=rows, BN=tile.bn, BK=depth,
+        TRANSPOSED=transposed, FLAT=tile.flat and x.is_cuda, PRECISION=_precision(x),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out
@@ -106,14 +116,15 @@ def weight_grad(
 
     Exactly zero for an expert without rows, or left as it was unless `zero`.
     """
-    num_experts = plan.ends.shape[0]
+    num_experts, depth = plan.ends.shape[0], tile.depth(a)
     out = a.new_empty(num_experts, a.shape[1], b.shape[1]) if out is None else out
     launch(
         kernels.grouped_weight_grad, (num_sms(a.device),),
-        descriptor(a, (tile.bk, 2 * UNIT)), descriptor(b, (tile.bk, tile.bn)), out,
+        descriptor(a, (depth, 2 * UNIT)), descriptor(b, (depth, tile.bn)), out,
         plan.order, plan.starts, plan.ends,
-        M=a.shape[1], N=b.shape[1], E=num_experts, BM=2 * UNIT, BN=tile.bn, BK=tile.bk,
-        GROUP=8, ZERO=zero, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        M=a.shape[1], N=b.shape[1], E=num_experts, BM=2 * UNIT, BN=tile.bn, BK=depth,
+        GROUP=8, ZERO=zero, PRECISION=_precision(a),
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out
 

@@ -42,6 +42,7 @@ def grouped_situ(
     PITCH: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SAVE: tl.constexpr, CAP: tl.constexpr, FLAT: tl.constexpr, ASM: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """act [R, N] = SiTU(x w1^T, x w3^T); with SAVE also gate_up [R, 2 N].
 
@@ -57,8 +58,8 @@ def grouped_situ(
         up = tl.zeros([BM, BN], tl.float32)
         for k in tl.range(0, K, BK):
             a = x.load([row, k])
-            gate = tl.dot(a, w1.load([w_row, k]).T, gate)
-            up = tl.dot(a, w3.load([w_row, k]).T, up)
+            gate = tl.dot(a, w1.load([w_row, k]).T, gate, input_precision=PRECISION)
+            up = tl.dot(a, w3.load([w_row, k]).T, up, input_precision=PRECISION)
         cols = n * BN + tl.arange(0, BN)
         rows = (row + tl.arange(0, BM)).to(tl.int64)
         keep = (rows < end)[:, None] & (cols < N)[None, :]
@@ -75,7 +76,7 @@ def grouped_situ(
 def grouped_rows(
     x, w, out, tiles, num_tiles,
     K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    TRANSPOSED: tl.constexpr, FLAT: tl.constexpr,
+    TRANSPOSED: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out [R, N] = x w^T of w [E N, K] in blocks [BN, BK], or x w of w [E K, N] in [BK, BN]."""
     NUM_N: tl.constexpr = (N + BN - 1) // BN
@@ -86,9 +87,9 @@ def grouped_rows(
         for k in tl.range(0, K, BK):
             a = x.load([row, k])
             if TRANSPOSED:
-                acc = tl.dot(a, w.load([expert * N + n * BN, k]).T, acc)
+                acc = tl.dot(a, w.load([expert * N + n * BN, k]).T, acc, input_precision=PRECISION)
             else:
-                acc = tl.dot(a, w.load([expert * K + k, n * BN]), acc)
+                acc = tl.dot(a, w.load([expert * K + k, n * BN]), acc, input_precision=PRECISION)
         cols = n * BN + tl.arange(0, BN)
         rows = (row + tl.arange(0, BM)).to(tl.int64)
         tl.store(
@@ -103,6 +104,7 @@ def grouped_weight_grad(
     a, b, out, order, starts, ends,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out [E, M, N] = a_e^T b_e over expert e's rows; with ZERO one without rows gets exact zeros.
 
@@ -117,7 +119,9 @@ def grouped_weight_grad(
         end = tl.load(ends + expert)
         acc = tl.zeros([BM, BN], tl.float32)
         for row in tl.range(start, end, BK):
-            acc = tl.dot(a.load([row, m * BM]).T, b.load([row, n * BN]), acc)
+            acc = tl.dot(
+                a.load([row, m * BM]).T, b.load([row, n * BN]), acc, input_precision=PRECISION
+            )
         rows = m * BM + tl.arange(0, BM)
         cols = n * BN + tl.arange(0, BN)
         keep = (rows < M)[:, None] & (cols < N)[None, :]
