@@ -321,3 +321,30 @@ def test_good_edges_are_not_refused(server):
     for path, body in good:
         answer = server.post(path, body)
         assert answer.status_code == 200, (body, answer.text)
+
+
+def test_a_vocabulary_without_chat_tokens_goes_on_with_texts_alone(tmp_path):
+    """And never writes the chat format's markup as ordinary text."""
+    from openk3.text.train_tokenizer import train
+
+    plain = train(["the weather is fine " * 20], 300, special_tokens=["[BOS]", "[EOS]"])
+    ids = tuple(plain.encode("is fine"))
+    with serving(lambda _: (*ids, plain.eos_id)) as server:
+        server.state.tokenizer = plain
+        server.state.vocab_size = plain.vocab_size
+        said = server.post("/v1/completions", {"prompt": "the weather "}).json()
+        assert said["choices"][0]["text"] == "is fine"
+        assert said["choices"][0]["finish_reason"] == "stop"
+        assert server.client.get("/v1/models").json()["data"][0]["supports_chat"] is False
+        hi = {"messages": [{"role": "user", "content": "hi"}]}
+        for path, body in (
+            ("/v1/chat/completions", hi),
+            ("/v1/messages", {**hi, "max_tokens": 3}),
+            ("/v1/responses", {"input": "hi"}),
+            ("/tokenize", hi),
+            ("/v1/messages/count_tokens", hi),
+        ):
+            answer = server.post(path, body)
+            assert answer.status_code == 400, path
+            assert "no chat tokens" in answer.json()["error"]["message"]
+        assert server.post("/tokenize", {"prompt": "hi"}).status_code == 200

@@ -48,9 +48,18 @@ def test_a_trace_shares_the_prefixes_it_names(tmp_path):
     assert one.prompt[512:600] != two.prompt[512:]
     assert [job.at_s for job in (one, two, three)] == [0, 0.25, 0.45]
     assert [job.max_tokens for job in (one, two, three)] == [3, 1, 2]
-    path.write_text('{"timestamp": 1}')
-    with pytest.raises(DataError, match="line 1"):
-        bench.trace_jobs(path)
+    for line, problem in (
+        ('{"timestamp": 1}', "line 1: has no input_length"),
+        ('{"prompt": "x"}', "line 1: has no output_length"),
+        ('{"prompt": "x", "output_length": 1, "timestamp": "soon"}', "line 1: could not convert"),
+        ('{"prompt": "", "output_length": 1}', "line 1: the prompt is empty"),
+        ('{"prompt": "x", "output_length": 1, "timestamp": -1}', "line 1: .* is no time"),
+        ("[1]", "line 1: "),
+        ("", "has no requests"),
+    ):
+        path.write_text(line)
+        with pytest.raises(DataError, match=problem):
+            bench.trace_jobs(path)
 
 
 def test_the_summary_computes_what_its_names_say():
@@ -72,7 +81,8 @@ def test_a_run_reports_every_field(tmp_path, capsys):
                      "--output", "5:9", "--shared-prefix", "32", "--max-concurrency", "4",
                      "--save", str(tmp_path / "r.json")])  # fmt: skip
         report = json.loads(capsys.readouterr().out)
-        assert main([*common[:-2], "sk-b", "--num-prompts", "2"]) == 0
+        also = ["serve", "--url", f"{server.url}/v1/", "--key", "sk-b", "--num-prompts", "2"]
+        assert main(also) == 0
         assert "ttft" in capsys.readouterr().out
     assert code == 0
     assert set(FIELDS) <= set(report)
@@ -84,3 +94,19 @@ def test_a_run_reports_every_field(tmp_path, capsys):
     assert report["total_cached_tokens"] == 11 * 32
     with pytest.raises(BackendError, match="does not answer"):
         main(["serve", "--url", server.url, "--num-prompts", "1"])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_server_that_dies_in_the_middle_fails_what_it_had(capsys):
+    """What had ended counts, the rest is failed and says why, and the run ends."""
+    with serving(ids_of("x") * 5000, step_s=0.005) as server:
+        command = ["serve", "--url", server.url, "--num-prompts", "6", "--json", "--rate", "inf",
+                   "--max-concurrency", "2", "--input", "4", "--output", "4"]  # fmt: skip
+        server.engine.fail_at_step = 8
+        assert main(command) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["request_rate"] == "inf"
+    assert (report["completed"], report["failed"]) == (2, 4)
+    assert report["errors"] == sorted(set(report["errors"]))
+    assert any("the engine stopped" in error for error in report["errors"])
+    assert any(error.startswith("503") for error in report["errors"])

@@ -130,6 +130,39 @@ def test_a_body_over_the_limit_is_413_declared_or_not():
         assert answer.json()["error"]["message"] == "the body is larger than 1000 bytes"
 
 
+def answers(server, route: str = "/v1/chat/completions") -> dict[str, float]:
+    """How many answers of each status were counted."""
+    family = server.state.metrics.answers.collect()[0]
+    return {s.labels["status"]: s.value for s in family.samples
+            if s.name.endswith("_total") and s.labels["route"] == route}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/v1/messages"])
+def test_a_caller_that_leaves_in_the_middle_of_its_body_is_no_mistake_of_ours(path, caplog):
+    with serving("ok⟨E⟩") as server:
+        with connect(server) as sock:
+            sock.sendall(request_bytes({**HI, "max_tokens": 5}, path)[:-5])
+        while answers(server, path) != {"499": 1}:
+            server.settle()
+        assert server.chat().status_code == 200
+    assert [record for record in caplog.records if record.exc_info] == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_mistake_of_ours_is_counted_and_tells_nothing(monkeypatch):
+    def mistake(*_args):
+        raise RuntimeError("secret")
+
+    with serving("ok⟨E⟩") as server:
+        monkeypatch.setattr(server.state.tokenizer, "encode_segments", mistake)
+        answer = server.chat()
+        assert answer.status_code == 500
+        assert answer.json()["error"]["message"] == "internal error"
+        monkeypatch.undo()
+        assert server.chat().status_code == 200
+        assert answers(server) == {"500": 1, "200": 1}
+
+
 def test_keys_open_all_but_the_page_and_health():
     with serving("ok⟨E⟩", keys=["sk-a", "sk-b"]) as server:
         for path in ("/", "/health", "/ready", "/version"):
@@ -172,7 +205,9 @@ def test_an_engine_that_fails_is_told_to_everybody():
         assert "scripted" not in json.dumps(events[-1])
         assert server.client.get("/health").status_code == 503
         assert server.client.get("/ready").status_code == 503
-        assert server.chat().status_code == 503
+        refused = server.chat()
+        assert refused.status_code == 503
+        assert "scripted" not in refused.text
 
 
 class Failing(ScriptedEngine):

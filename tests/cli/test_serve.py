@@ -12,7 +12,8 @@ pytest.importorskip("fastapi", reason="the serve extra is not installed")
 httpx = pytest.importorskip("httpx", reason="the serve extra is not installed")
 
 import openk3  # noqa: E402
-from openk3.api.serving import listen  # noqa: E402
+from openk3.api.auth import ApiKeys  # noqa: E402
+from openk3.api.serving import listen, serve  # noqa: E402
 from openk3.cli.serve import main  # noqa: E402
 from openk3.engine.llm import LLM  # noqa: E402
 from openk3.engine.types import EngineConfig, SamplingParams  # noqa: E402
@@ -102,6 +103,19 @@ def test_a_port_that_cannot_be_had_is_said_before_a_model_is_loaded(tmp_path):
         main([nothing, "--port", "70000"])
     with pytest.raises(CheckpointError, match="no-model is no folder"):
         main([nothing, "--port", "0"])
+
+
+def test_of_two_servers_that_start_together_one_is_told_that_the_port_is_taken():
+    """Both can bind it while their models load; the URL is not announced by the one that lost."""
+    one = listen("127.0.0.1", 0)
+    port = one.getsockname()[1]
+    with one, listen("127.0.0.1", port) as two:
+        one.listen()
+        said: list[str] = []
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: Address"):
+            serve(None, host="127.0.0.1", port=port, keys=ApiKeys(), sock=two,
+                  on_ready=said.append)  # fmt: skip
+        assert said == []
 
 
 def test_a_missing_extra_is_named(folder, monkeypatch):

@@ -172,6 +172,8 @@ def test_help_shows_docs_types_and_the_defaults_in_force():
     assert "--optim.lr FLOAT\n      Peak learning rate. (default 0.002)" in text
     assert "--model.preset STR" in text
     assert "(default 128)" in text  # nano's hidden size
+    # a value to be typed keeps its letters
+    assert "--optim.kind ONE OF 'muon', 'adamw'\n" in text
 
 
 def test_diff_names_what_changed():

@@ -83,6 +83,24 @@ def test_too_little_memory_is_told():
         memory(num_pages=None, memory_bytes=1 << 16)
 
 
+def test_more_pages_than_can_be_had_is_an_error_with_advice():
+    for count in (1 << 44, 1 << 80):
+        with pytest.raises(ConfigError, match="cannot be had on cpu: give a smaller num_pages"):
+            memory(num_pages=count)
+
+
+def test_what_is_free_is_shared_by_the_pool_and_the_host_tier(monkeypatch):
+    page = memory().pool[:, 0].nbytes
+    monkeypatch.setattr("openk3.engine.memory.free_memory", lambda: 30 * page)
+    assert memory(num_pages=None).geometry.num_pages == 14  # half, and a page for idle rows
+    pool = 13 * page
+    memory(host_bytes=30 * page - pool)
+    with pytest.raises(ConfigError, match=rf"are more than the {30 * page - pool} that are free"):
+        memory(host_bytes=31 * page - pool)
+    with pytest.raises(ConfigError, match="host_bytes must be at least 0, not -1"):
+        memory(host_bytes=-1)
+
+
 def test_a_host_file_is_there_whole_and_belongs_to_one_engine(tmp_path):
     page, file = memory().geometry, tmp_path / "tier"
     size = 5 * page.page_bytes * page.layers_per_group

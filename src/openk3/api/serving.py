@@ -10,9 +10,11 @@ from types import FrameType
 from typing import Any
 
 from openk3.api.auth import ApiKeys, require_safe_binding
+from openk3.api.patience import allow_many_files, impatient
 from openk3.errors import ConfigError
 
 GRACE_S = 5  # what requests in flight get after a first interrupt
+BACKLOG = 2048  # connections that wait to be accepted
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections, or they send into a closing one
 
 
@@ -50,13 +52,17 @@ def serve(
     Raises ConfigError for a taken port or an open server that strangers could reach.
     """
     import uvicorn
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     require_safe_binding(host, keys)
     sock = sock or listen(host, port)
+    _begin(sock, host)
+    allow_many_files()
     shown = f"[{host}]" if ":" in host else host
     on_ready(f"http://{shown}:{sock.getsockname()[1]}")
     config = uvicorn.Config(
         CutOff(app),
+        http=impatient(AutoHTTPProtocol),
         log_level="warning",
         timeout_graceful_shutdown=math.ceil(grace_s),
         timeout_keep_alive=KEEP_ALIVE_S,
@@ -69,6 +75,16 @@ def serve(
             super().handle_exit(sig, frame)
 
     Server(config).run(sockets=[sock])
+
+
+def _begin(sock: socket.socket, host: str) -> None:
+    """Two servers that start together can both bind a port; only one of them can listen."""
+    try:
+        sock.listen(BACKLOG)
+    except OSError as error:
+        where = f"{host}:{sock.getsockname()[1]}"
+        sock.close()
+        raise ConfigError(f"cannot listen on {where}: {error.strerror or error}") from error
 
 
 class CutOff:

@@ -24,7 +24,8 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     about = "Load a server: k3 bench serve --url http://127.0.0.1:8000 --rate 4"
     sub = verbs.add_parser("serve", help="load a server and report latencies", description=about)
-    sub.add_argument("--url", default="http://127.0.0.1:8000")
+    sub.add_argument("--url", default="http://127.0.0.1:8000", type=_root,
+                     help="with or without /v1 at its end")  # fmt: skip
     sub.add_argument("--model", help="its name there (default: the first that it lists)")
     sub.add_argument("--key", default=os.environ.get("OPENK3_API_KEY"), help="API key")
     sub.add_argument("--num-prompts", type=common.positive, default=100, metavar="N")
@@ -80,7 +81,7 @@ def serve(options: argparse.Namespace) -> int:
         "backend": "openai",
         "model_id": model,
         "num_prompts": len(jobs),
-        "request_rate": None if options.rate == float("inf") else options.rate,
+        "request_rate": "inf" if options.rate == float("inf") else options.rate,
         "burstiness": options.burstiness,
         "max_concurrency": options.max_concurrency or None,
         **bench.summary(outcomes, duration),
@@ -107,6 +108,10 @@ def _ask(options: argparse.Namespace) -> tuple[str, int]:
         raise InputError(f"--model {options.model} is not one of {[m['id'] for m in models]}")
     # special tokens are at the top of a vocabulary
     return named[0]["id"], int(named[0].get("num_ordinary_tokens", 1000))
+
+
+def _root(url: str) -> str:
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def _range(text: str) -> tuple[int, int]:

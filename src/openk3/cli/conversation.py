@@ -9,7 +9,6 @@ from openk3._io import read_json
 from openk3.cli.speak import Speaker
 from openk3.errors import DataError, InputError
 from openk3.text import xtml
-from openk3.text.special_tokens import CLOSE, END_OF_MSG, OPEN, SEP
 from openk3.text.xtml.fields import get, text
 
 if TYPE_CHECKING:
@@ -116,7 +115,7 @@ class Conversation:
 
 def can_chat(tokenizer: "Tokenizer") -> bool:
     """Whether a vocabulary has the tokens that the chat format is made of."""
-    return {OPEN, CLOSE, SEP, END_OF_MSG} <= tokenizer.special_tokens.keys()
+    return tokenizer.can_chat
 
 
 def read_tools(path: Path) -> list[Message]:

@@ -115,6 +115,9 @@ def open_state(options: Namespace, config: ServeConfig) -> "Serving":
         processor=opened.processor,
         options=config.limits,
     )
+    if not state.tokenizer.can_chat:
+        log.get("serve").warning("the vocabulary has no chat tokens: /v1/completions alone answers")
+        return state
     try:
         _ = state.grammars
     except OpenK3Error as error:

@@ -76,9 +76,15 @@ def describe(cls: type, width: int = 100) -> str:
         text = " ".join(leaf.doc.split())
         if leaf.default is not dataclasses.MISSING:
             text += f" (default {_value(to_dict(leaf.default))})"
-        lines.append(f"  --{leaf.path} {fields.type_name(leaf.type).upper()}")
+        lines.append(f"  --{leaf.path} {_shown_type(leaf.type)}")
         lines += textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines).strip("\n")
+
+
+def _shown_type(kind: Any) -> str:
+    """In capitals, but for the values that have to be given as they are."""
+    parts = fields.type_name(kind).split("'")
+    return "'".join(part if i % 2 else part.upper() for i, part in enumerate(parts))
 
 
 def diff(old: Any, new: Any, path: str = "") -> list[str]:

@@ -66,9 +66,15 @@ def chat_prompt(
         processor: the model's; None for a model that sees no pictures.
 
     Raises:
-        InputError: a message that cannot be rendered, or a picture that nobody can look at.
+        InputError: a message that cannot be rendered, a picture that nobody can look at, or a
+            vocabulary without chat tokens.
         DataError: a picture that cannot be read.
     """
+    if not tokenizer.can_chat:  # its markup would become ordinary text
+        raise InputError(
+            "this model's vocabulary has no chat tokens: it can only go on with a text "
+            "(POST /v1/completions, LLM.generate)"
+        )
     seen = _look(images, processor)
     last = messages[-1] if messages else {}
     is_partial = isinstance(last, Mapping) and last.get("partial") is True

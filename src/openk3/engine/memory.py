@@ -20,8 +20,12 @@ from openk3.engine.plan import Copy, Geometry, num_host_pages
 from openk3.engine.transfer import on_device
 from openk3.engine.types import EngineConfig
 from openk3.errors import ConfigError, StorageError
+from openk3.obs.free_memory import free_memory
 
 ALIGN = 256  # bytes
+CPU = torch.device("cpu")
+UNKNOWN_FREE = 4 << 30
+"""Bytes that are taken to be free where the system does not tell."""
 
 
 def _round_up(x: int, unit: int) -> int:
@@ -53,11 +57,14 @@ class PageMemory:
         self.geometry = self._cut(config)
         shape = self.geometry.layers_per_group, self.geometry.num_pages, self.geometry.page_bytes
         self.scratch = self.geometry.num_pages
-        self.pool = torch.empty(shape[0], shape[1] + 1, shape[2], dtype=torch.uint8, device=device)
+        wish = "num_pages" if config.num_pages else "memory_bytes"
+        self.pool = _taken((shape[0], shape[1] + 1, shape[2]), device, f"a smaller {wish}")
         self.pool[:, self.scratch] = 0
         self._config = config
         self._host: Tensor | None = None
         self._host_file = self._reserve()
+        if self._host_file is None:
+            self._require_host_memory()
 
     def _cut(self, config: EngineConfig) -> Geometry:
         """Pages that hold a KDA layer's state, or page_tokens latents of an MLA layer."""
@@ -82,8 +89,22 @@ class PageMemory:
                 self._host = flat.view(shape)
             else:
                 pinned = self.device.type == "cuda"
-                self._host = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
+                self._host = _taken(shape, CPU, "a smaller host_bytes", pin_memory=pinned)
         return self._host
+
+    def _require_host_memory(self) -> None:
+        """The host tier is taken when pages first come to it, which is no time to find it too
+        large. Raises ConfigError."""
+        size = len(self.pool) * num_host_pages(self.geometry, self._config)
+        size *= self.geometry.page_bytes
+        free = free_memory()
+        if size and free is not None:
+            free -= self.pool.nbytes if self.device.type == "cpu" else 0
+            if size > free:
+                raise ConfigError(
+                    f"host_bytes ({self._config.host_bytes}) are more than the {max(free, 0)} that "
+                    "are free beside the pool; give a smaller number, or a host_file"
+                )
 
     def _reserve(self) -> IO[bytes] | None:
         """The host tier's file with all its blocks, locked: a disk that fills up later would end
@@ -197,13 +218,30 @@ class PageMemory:
         return on_device(list(pages), self.device, torch.int64)
 
 
+def _taken(
+    shape: Sequence[int], device: torch.device, instead: str, pin_memory: bool = False
+) -> Tensor:
+    """Bytes of a pool, not initialised. Raises ConfigError for more than can be had."""
+    size = prod(shape)
+    try:
+        if size < 1 << 62:  # beyond it torch fails in other ways
+            flat = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pin_memory)
+            return flat.view(*shape)
+        reason = None
+    except RuntimeError as error:  # what torch raises on a CPU; a GPU's error is a subclass
+        reason = error
+    raise ConfigError(
+        f"{size} bytes of pages cannot be had on {device}: give {instead}"
+    ) from reason
+
+
 def _affordable(config: EngineConfig, page_id_bytes: int, device: torch.device) -> int:
     """Pages that memory_bytes, or half of the free memory, hold. Raises ConfigError for none."""
     free = config.memory_bytes
     if free is None and device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0] // 2
     if free is None:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        free = (free_memory() or UNKNOWN_FREE) // 2
     num = free // page_id_bytes - 1
     if num < 2:
         raise ConfigError(

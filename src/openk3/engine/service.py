@@ -141,7 +141,8 @@ class AsyncEngine:
 
     def _require_running(self) -> None:
         if self.failure is not None or not (self.draining or self._thread.is_alive()):
-            raise BackendError(f"the engine is not running: {self.failure or 'it never started'}")
+            why = "it failed, the server's log says why" if self.failure else "it never started"
+            raise BackendError(f"the engine is not running: {why}")
         if self.draining:
             raise ConflictError("the server is shutting down; send this to another one")
 

@@ -199,6 +199,8 @@ class EngineConfig:
             )
         if self.num_pages is not None and self.num_pages < 2:
             raise ConfigError(f"num_pages must be at least 2, not {self.num_pages}")
+        if self.host_bytes < 0:
+            raise ConfigError(f"host_bytes must be at least 0, not {self.host_bytes}")
         if not 0 <= self.num_drafts <= 16:
             raise ConfigError(f"num_drafts must be within [0, 16], not {self.num_drafts}")
         if self.external is not None and self.host_bytes <= 0:

@@ -72,6 +72,12 @@ class Tokenizer:
         """Id of <|end_of_msg|>, at which chat generation stops."""
         return self.special_id(special.END_OF_MSG)
 
+    @property
+    def can_chat(self) -> bool:
+        """Whether it has the tokens that the chat format is made of."""
+        chat = {special.OPEN, special.CLOSE, special.SEP, special.END_OF_MSG}
+        return chat <= self.special_tokens.keys()
+
     def special_id(self, name: str) -> int:
         """Id of a special token. Raises InputError with the nearest name when there is none."""
         if name not in self.special_tokens:

@@ -37,6 +37,9 @@ def test_missing_shard(folder, spoil):
     found = survey(folder)
     assert to_short(NORM) in " ".join(found.missing)
     refused(folder, shard.name, strict=False)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    refused(folder, "shard model-", "is missing (")
 
 
 def to_short(name):

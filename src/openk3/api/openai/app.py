@@ -86,5 +86,8 @@ async def _on_http(request: Request, error: Exception) -> Response:
 
 
 async def _on_mistake(request: Request, error: Exception) -> Response:
-    """A mistake of ours: the caller is told no more than that; the log has the trace."""
-    return _answer(request, ApiError(500, "internal error", "internal_error"))
+    """A mistake of ours: the caller is told no more than that; the log has the trace.
+
+    uvicorn closes the connection behind it, so nobody may send another request into that."""
+    headers = {"connection": "close"}
+    return _answer(request, ApiError(500, "internal error", "internal_error", headers=headers))

@@ -81,7 +81,7 @@ def trace_jobs(path: str | Path, *, vocab_size: int = 1000, speed: float = 1.0) 
     """Jobs from JSON lines: `timestamp` in ms, `output_length`, and `prompt` or `input_length`.
 
     With `hash_ids` (as Mooncake's traces have them) equal ids give equal blocks of 512 tokens, so
-    that prefixes are shared as they were. Raises DataError naming the line.
+    that prefixes are shared as they were. Raises DataError naming the line, or for no lines.
     """
     jobs = []
     for number, line in enumerate(Path(path).read_text("utf-8").splitlines(), 1):
@@ -89,9 +89,15 @@ def trace_jobs(path: str | Path, *, vocab_size: int = 1000, speed: float = 1.0) 
             row = json.loads(line)
             prompt = row["prompt"] if "prompt" in row else _ids(row, vocab_size)
             at = float(row.get("timestamp", 0)) / 1000 / speed
+            if not (isinstance(prompt, str | list) and prompt and 0 <= at < float("inf")):
+                raise ValueError("the prompt is empty, or timestamp is no time")
             jobs.append(Job(at, prompt, max(1, int(row["output_length"]))))
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path}, line {number}: {error!r}") from None
+        except KeyError as error:
+            raise DataError(f"{path}, line {number}: has no {error.args[0]}") from None
+        except (ValueError, TypeError, AttributeError) as error:
+            raise DataError(f"{path}, line {number}: {error}") from None
+    if not jobs:
+        raise DataError(f"{path} has no requests")
     return jobs
 
 

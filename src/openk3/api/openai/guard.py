@@ -1,5 +1,6 @@
 """Who may call: keys, origins, hosts. And the count of what was answered (pure ASGI)."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
@@ -35,17 +36,28 @@ class Guard:
             await self.app(scope, receive, send)
             return
 
+        status: int | None = None
+
         async def counted(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
-                route: Any = scope.get("route")
-                self.count(getattr(route, "path", "other"), message["status"])
+                status = message["status"]
+                self._count(scope, message["status"])
             await send(message)
 
         refusal = self._refusal(scope["path"], scope["method"], Headers(scope=scope))
-        if refusal is not None:
-            await refusal.response()(scope, receive, counted)
-        else:
-            await self.app(scope, receive, counted)
+        try:
+            if refusal is not None:
+                await refusal.response()(scope, receive, counted)
+            else:
+                await self.app(scope, receive, counted)
+        finally:
+            if status is None:  # a mistake of ours, or a shutdown: answered outside of this
+                self._count(scope, 500 if isinstance(sys.exception(), Exception) else 503)
+
+    def _count(self, scope: Scope, status: int) -> None:
+        route: Any = scope.get("route")
+        self.count(getattr(route, "path", "other"), status)
 
     def _refusal(self, path: str, method: str, headers: Headers) -> ApiError | None:
         host = headers.get("host", "")

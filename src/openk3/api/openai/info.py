@@ -74,6 +74,7 @@ async def model(request: Request, name: str) -> dict[str, Any]:
 
 
 def _model(state: Serving) -> dict[str, Any]:
+    special = state.tokenizer.special_tokens.values()
     return {
         "id": state.model,
         "object": "model",
@@ -81,8 +82,9 @@ def _model(state: Serving) -> dict[str, Any]:
         "owned_by": "openk3",
         "root": state.model,
         "max_model_len": state.max_context,
+        "supports_chat": state.tokenizer.can_chat,
         "supports_images": state.processor is not None,
-        "num_ordinary_tokens": min(state.tokenizer.special_tokens.values()),
+        "num_ordinary_tokens": min(special, default=state.tokenizer.vocab_size),
     }
 
 

@@ -1,6 +1,10 @@
 """Settings of a server (importable without the serve extra, so that `--help` shows them)."""
 
 from dataclasses import dataclass
+from math import isfinite
+from urllib.parse import urlsplit
+
+from openk3.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -32,3 +36,27 @@ class ServeOptions:
     official_sampling: bool = False
     """Refuse what Moonshot's own service refuses: temperature other than 1, top_p other than
     0.95, n other than 1, penalties."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError on a value that no server could run with."""
+        for name in ("max_body_bytes", "max_requests", "max_image_pixels", "default_max_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.max_images < 0:
+            raise ConfigError(f"max_images must be at least 0, not {self.max_images}")
+        for name in ("body_timeout_s", "queue_timeout_s", "time_limit_s", "stall_timeout_s"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name} must be finite and above 0, not {getattr(self, name)}")
+        if not (isfinite(self.grace_s) and self.grace_s >= 0):
+            raise ConfigError(f"grace_s must be finite and at least 0, not {self.grace_s}")
+        for origin in self.allow_origins:
+            if origin != "*" and origin != _origin(origin):
+                raise ConfigError(
+                    f"allow_origins: {origin!r} is no origin; browsers send them as "
+                    "https://name or http://name:port"
+                )
+
+
+def _origin(text: str) -> str | None:
+    parts = urlsplit(text)
+    return f"{parts.scheme}://{parts.netloc}" if parts.scheme and parts.netloc else None

@@ -90,7 +90,7 @@ def sampling(
     if state.options.official_sampling:
         _require_official(body)
     state.require_ids(body.stop_token_ids or (), "stop_token_ids")
-    ends = () if body.ignore_eos else (state.tokenizer.end_of_msg_id, state.tokenizer.eos_id)
+    ends = () if body.ignore_eos else state.end_ids
     room = max(1, state.max_context - num_prompt)
     try:
         return SamplingParams(

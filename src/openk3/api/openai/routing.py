@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
+from starlette.requests import ClientDisconnect
 
 from openk3.api.auth import given_key
 from openk3.api.limits import TooLargeError
@@ -44,7 +45,7 @@ def state_of(request: Request) -> Serving:
 
 
 async def read_body(request: Request, kind: type[B]) -> B:
-    """The body, for the model served here. Raises ApiError 400, 404, 408, 413 or 415."""
+    """The body, for the model served here. Raises ApiError 400, 404, 408, 413, 415 or 499."""
     state = state_of(request)
     limit = state.options.body_timeout_s
     given = request.headers.get("content-type", "application/json")
@@ -61,6 +62,8 @@ async def read_body(request: Request, kind: type[B]) -> B:
         raise ApiError(408, f"the body did not come within {limit:g} s") from None
     except TooLargeError as error:
         raise ApiError(413, str(error), "request_too_large") from None
+    except ClientDisconnect:
+        raise ApiError(499, "the caller went away") from None
     state.require_model(body.model)
     return body
 

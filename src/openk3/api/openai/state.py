@@ -13,6 +13,7 @@ from openk3.api.openai.metrics import Metrics
 from openk3.api.openai.options import ServeOptions
 from openk3.engine.service import AsyncEngine
 from openk3.text.image import ImageProcessor
+from openk3.text.special_tokens import END_OF_MSG, EOS
 from openk3.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -47,6 +48,12 @@ class Serving:
         from openk3.engine.grammar import Grammars
 
         return Grammars(self.tokenizer, self.vocab_size)
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer; a vocabulary for plain text may lack that of messages."""
+        known = self.tokenizer.special_tokens
+        return tuple(known[name] for name in (END_OF_MSG, EOS) if name in known)
 
     @property
     def max_context(self) -> int:

@@ -169,9 +169,10 @@ def _require_plausible(found: Survey) -> None:
     vision = found.config.vision
     num_layers = found.config.num_hidden_layers + (vision.vt_num_hidden_layers if vision else 0)
     if num_layers > len(found.entries):
+        why = "".join(f"; {problem}" for problem in found.wrong[:_SHOWN])
         raise CheckpointError(
             f"{found.path}: config.json asks for {num_layers:,} layers (num_hidden_layers, "
-            f"vt_num_hidden_layers), but the files hold only {len(found.entries):,} tensors"
+            f"vt_num_hidden_layers), but the files hold only {len(found.entries):,} tensors{why}"
         )
 
 

@@ -4,7 +4,6 @@ A tensor whose dtype need not change is a view of its mapped file; others are co
 pieces by several threads, so that memory beyond the model itself stays at a few MiB.
 """
 
-import os
 import resource
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -32,10 +31,13 @@ from openk3.config import ModelConfig
 from openk3.errors import CheckpointError, InputError
 from openk3.model import K3
 from openk3.model.init import init_weights
+from openk3.obs.free_memory import free_memory
 from openk3.ops import mx
 
 ExpertForm = Literal["dequant", "packed", "stream"]
 _FORMS = ("dequant", "packed", "stream")
+_UNKNOWN_FREE = 8 << 30
+"""Bytes that are taken to be free where the system does not tell."""
 _FLOATS = (None, torch.float32, torch.bfloat16, torch.float16)
 Job = Callable[[], int]
 
@@ -247,9 +249,4 @@ def _require_experts(found: Survey) -> None:
 def _cache_bytes(gigabytes: float | None) -> float:
     if gigabytes is not None:
         return gigabytes * 1e9
-    try:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):  # not known on this system
-        free = 8 << 30
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    return (free if limit == resource.RLIM_INFINITY else min(free, limit)) / 4
+    return (free_memory() or _UNKNOWN_FREE) / 4

@@ -1,0 +1,62 @@
+"""How long a connection may take to say what it wants (uvicorn itself waits for ever).
+
+Callers that begin a request line and never end its headers, or connect and say nothing, would hold
+a connection each until no file handle is left for anybody.
+"""
+
+import resource
+from typing import Any
+
+HEADERS_S = 30.0
+MAX_FILES = 1 << 16
+LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+
+def impatient(protocol: type[Any], limit_s: float = HEADERS_S) -> type[Any]:
+    """uvicorn's protocol for HTTP, or a class like it, that closes a connection on which no
+    request is open and none has come whole, headers and all, for `limit_s` seconds.
+
+    Between requests uvicorn's own `timeout_keep_alive` counts, until the first byte of the next.
+    """
+
+    class Impatient(protocol):
+        _timer: Any = None
+        _before: Any = None
+        """The last request when the timer was set. Bytes that trickle in set no new one."""
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._expect()
+
+        def data_received(self, data: bytes) -> None:
+            idle = self.cycle is None or self.cycle.response_complete
+            if idle and (self._timer is None or self._before is not self.cycle):
+                self._expect()
+            super().data_received(data)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._timer.cancel()
+            super().connection_lost(exc)
+
+        def _expect(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._before = self.cycle
+            self._timer = self.loop.call_later(limit_s, self._late)
+
+        def _late(self) -> None:
+            # another cycle means a request came whole; another protocol, that it was a web socket
+            if self.cycle is self._before and self.transport.get_protocol() is self:
+                self.transport.write(LATE)
+                self.transport.close()
+
+    return Impatient
+
+
+def allow_many_files() -> None:
+    """Raise this process's limit of open files: each caller takes one, and 1,024 is a usual
+    limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
