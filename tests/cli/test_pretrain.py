@@ -10,12 +10,14 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+import torch
 
 from openk3 import cli
 from openk3.cli.pretrain import _without_resume, run_folder
 from openk3.config.dump import to_toml
 from openk3.config.recipe import Recipe
 from openk3.data.build import build
+from openk3.engine.folder import open_folder
 from openk3.obs.metrics import read_rows
 from tiny_run import tiny_recipe, write_tiny_data
 
@@ -162,6 +164,16 @@ def test_generate_prints_prompt_and_continuation(speaking_run, capsys):
     checkpoint = str(speaking_run / "checkpoints/step_00000002")
     assert cli.main(["generate", checkpoint, *argv[2:]]) == 0
     assert capsys.readouterr().out == text
+
+
+def test_the_likeliest_text_is_that_of_the_model_itself(speaking_run, capsys):
+    argv = ["generate", str(speaking_run), "salt", "--temperature", "0", "--max-tokens", "20"]
+    assert cli.main([*argv, "--json"]) == 0
+    opened = open_folder(speaking_run)
+    ids = torch.tensor([opened.tokenizer.encode("salt")])
+    out = opened.model.generate(ids, max_new_tokens=20, temperature=0)[0, ids.shape[1] :]
+    said = opened.tokenizer.decode(out.tolist(), skip_special=True)
+    assert json.loads(capsys.readouterr().out)["text"] == said
 
 
 def test_generate_from_nothing_and_from_standard_input(speaking_run, capsys, monkeypatch):

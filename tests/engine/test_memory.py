@@ -101,6 +101,18 @@ def test_what_is_free_is_shared_by_the_pool_and_the_host_tier(monkeypatch):
         memory(host_bytes=-1)
 
 
+def test_the_pool_is_no_larger_than_what_runs_can_use(monkeypatch):
+    monkeypatch.setattr("openk3.engine.memory.free_memory", lambda: 1 << 30)
+    model = preset("nano").replace(max_position_embeddings=1000)
+    one, two = (
+        PageMemory(model, EngineConfig(hash_block=8, max_running=n), CPU, torch.float32).geometry
+        for n in (1, 2)
+    )
+    assert two.num_pages == 2 * one.num_pages
+    assert (one.num_pages - one.kda_groups) * one.page_tokens > 1000
+    assert one.num_pages * one.page_bytes * one.layers_per_group < 100e6
+
+
 def test_a_host_file_is_there_whole_and_belongs_to_one_engine(tmp_path):
     page, file = memory().geometry, tmp_path / "tier"
     size = 5 * page.page_bytes * page.layers_per_group

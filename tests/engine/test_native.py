@@ -1,6 +1,7 @@
 """Compiled passes beside plain ones: the same logits and memory, and plain ones where they must."""
 
 import random
+import threading
 
 import pytest
 import torch
@@ -100,6 +101,32 @@ def answer(engine, name):
         for output in engine.step():
             ids += output.new_ids
     return ids
+
+
+@needs_compiler
+def test_plain_steps_until_the_compiler_is_done(model, monkeypatch):
+    done = threading.Event()
+    compiler = threading.Thread(target=done.wait)
+    compiler.start()
+    monkeypatch.setattr(native, "build_later", lambda: compiler)
+    engine = Engine(model, EngineConfig(**SIZES, compiled="later"))
+    first = answer(engine, "a")
+    assert engine.runner._native._recorder is None
+    done.set()
+    compiler.join()
+    assert answer(engine, "b") == first
+    assert engine.runner._native._recorder is not None
+    assert answer(Engine(model, EngineConfig(**SIZES, compiled=False)), "c") == first
+
+
+@needs_compiler
+def test_a_compiler_that_fails_beside_other_work_leaves_plain_steps(model, monkeypatch, caplog):
+    monkeypatch.setattr(native, "build_later", lambda: threading.Thread())
+    engine = Engine(model, EngineConfig(**SIZES, compiled="later"))
+    monkeypatch.setattr(build, "_failure", ["c++ does not compile the CPU kernels"])
+    assert len(answer(engine, "a")) == 6
+    assert engine.runner._native._recorder is None
+    assert "steps run as Python from now on: c++ does not compile" in caplog.text
 
 
 @needs_compiler

@@ -3,13 +3,20 @@
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from openk3.cli import common, speak
-from openk3.cli.conversation import Call, Conversation, can_chat, read_tools
+from openk3.cli.conversation import Call, Conversation, PlainText, read_tools
 from openk3.cli.screen import Screen, write
 from openk3.errors import InputError, OpenK3Error, nearest
 from openk3.text.xtml.notices import EFFORTS
+
+if TYPE_CHECKING:
+    from openk3.text.tokenizer import Tokenizer
 
 HELP = """/image FILE   put a picture into your next message
 /effort LEVEL low, high or max: how much to think
@@ -32,23 +39,24 @@ def main(argv: list[str]) -> int:
         parser.error("--effort says how much to think; it needs --thinking show or fold")
     common.use_threads(options.threads)
     tools = read_tools(options.tools) if options.tools else []
-    speaker = speak.open_speaker(
-        options.model, options.device, options.dtype, expert_cache_gb=options.expert_cache_gb
-    )
-    style = _style(options, speaker)
+    params = speak.sampling(options)
+    llm = speak.open_llm(options)
+    style = _style(options, llm.tokenizer)
     if options.max_tokens is None:
-        options.max_tokens = MAX_TOKENS[style]
+        params = replace(params, max_tokens=MAX_TOKENS[style])
     if style == "plain":
-        return _write_together(speaker, options)
-    conversation = Conversation(
-        speaker,
-        options,
+        text = PlainText(llm, params)
+        return _listen(PLAIN_HELP, lambda line: _go_on(text, line))
+    talk = Conversation(
+        llm,
+        params,
         thinking=options.thinking != "off",
         effort=options.effort,
         tools=tools,
         system=options.system,
     )
-    return _talk(conversation, options)
+    fold = options.thinking == "fold"
+    return _listen(HELP, lambda line: _take(talk, line, fold))
 
 
 def _add_options(parser: ArgumentParser) -> None:
@@ -63,10 +71,10 @@ def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--effort", choices=EFFORTS, help="how much to think")
 
 
-def _style(options: Namespace, speaker: speak.Speaker) -> str:
+def _style(options: Namespace, tokenizer: "Tokenizer") -> str:
     from openk3.checkpoint.trained import is_training_output
 
-    able = can_chat(speaker.tokenizer)
+    able = tokenizer.can_chat
     if options.style == "chat" and not able:
         raise InputError(f"the vocabulary of {options.model} has no chat tokens; --style plain")
     if options.style != "auto":
@@ -79,15 +87,16 @@ def _style(options: Namespace, speaker: speak.Speaker) -> str:
     return style
 
 
-def _talk(conversation: Conversation, options: Namespace) -> int:
-    _hint(HELP)
+def _listen(help_text: str, take: Callable[[str], None]) -> int:
+    """Hand over line after line. At a terminal an interrupt or an error ends what one began."""
+    if sys.stdin.isatty():
+        sys.stderr.write(f"{help_text}\n")
     while True:
-        said = len(conversation.messages)
         try:
             line = _read("> ")
             if line is None:
                 return 0
-            _take(conversation, line, options)
+            take(line)
         except KeyboardInterrupt:
             if not sys.stdin.isatty():
                 raise
@@ -95,16 +104,29 @@ def _talk(conversation: Conversation, options: Namespace) -> int:
         except OpenK3Error as error:
             if not sys.stdin.isatty():
                 raise
-            del conversation.messages[said:]
             sys.stderr.write(f"k3 chat: {error}\n")
 
 
-def _take(conversation: Conversation, line: str, options: Namespace) -> None:
+def _go_on(text: PlainText, line: str) -> None:
+    if not line.strip():
+        text.ids = []
+        return
+    write(line)
+    text.go_on(line, write)
+    write("\n")
+
+
+def _take(conversation: Conversation, line: str, fold: bool) -> None:
     if line.startswith("/"):
         _command(conversation, *line.split(maxsplit=1))
     elif line.strip():
+        said = len(conversation.messages)
         conversation.say(line)
-        _turn(conversation, options)
+        try:
+            _turn(conversation, fold)
+        except OpenK3Error:
+            del conversation.messages[said:]
+            raise
 
 
 def _command(conversation: Conversation, name: str, value: str = "") -> None:
@@ -125,10 +147,10 @@ def _command(conversation: Conversation, name: str, value: str = "") -> None:
         )
 
 
-def _turn(conversation: Conversation, options: Namespace) -> None:
+def _turn(conversation: Conversation, fold: bool) -> None:
     """The model's answer, and what its tools say, until it calls none."""
     while True:
-        screen = Screen(fold=options.thinking == "fold")
+        screen = Screen(fold=fold)
         try:
             calls = conversation.answer(screen.show)
         finally:
@@ -154,26 +176,16 @@ def _run(command: str, call: Call) -> str:
     return f"{done.stdout}{done.stderr}exit code {done.returncode}\n"
 
 
-def _write_together(speaker: speak.Speaker, options: Namespace) -> int:
-    _hint(PLAIN_HELP)
-    ids: list[int] = []
-    while (line := _read("> ")) is not None:
-        if not line.strip():
-            ids = []
-            continue
-        ids += speaker.tokenizer.encode(line)
-        sys.stdout.write(line)
-        ids += speaker.complete(ids, options, write)
-        sys.stdout.write("\n")
-    return 0
-
-
-def _hint(text: str) -> None:
-    if sys.stdin.isatty():
-        sys.stderr.write(f"{text}\n")
-
-
 def _read(prompt: str) -> str | None:
+    """The next line; None at the end. At a terminal it can be edited, and earlier ones recalled."""
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        with suppress(ImportError):
+            import readline  # noqa: F401  (it takes part in `input`)
+        try:
+            return input(prompt)
+        except EOFError:
+            write("\n")
+            return None
     if sys.stdin.isatty():
         sys.stderr.write(prompt)
         sys.stderr.flush()

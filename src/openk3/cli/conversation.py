@@ -1,19 +1,17 @@
-"""A conversation in K3's chat format: what was said, the pictures seen, and the next message."""
+"""What a person and a model say in turns: messages in K3's chat format, or one plain text."""
 
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from openk3._io import read_json
-from openk3.cli.speak import Speaker
+from openk3.engine.types import SamplingParams
 from openk3.errors import DataError, InputError
 from openk3.text import xtml
 from openk3.text.xtml.fields import get, text
 
 if TYPE_CHECKING:
-    from openk3.text.image import ImageInputs
-    from openk3.text.tokenizer import Tokenizer
+    from openk3.engine.llm import LLM
 
 Message = dict[str, Any]
 
@@ -31,23 +29,23 @@ class Conversation:
 
     Attributes:
         thinking: the model thinks before it speaks.
-        messages: OpenAI-style messages so far; an image part carries its `inputs`.
+        messages: OpenAI-style messages so far; an image part carries its `picture`.
         effort: low, high, max, or None to leave it to the model.
         was_cut: the last answer ended before the model closed its message.
     """
 
     def __init__(
         self,
-        speaker: Speaker,
-        options: Namespace,
+        llm: "LLM",
+        params: SamplingParams,
         *,
         thinking: bool = True,
         effort: str | None = None,
         tools: Sequence[Message] = (),
         system: str | None = None,
     ) -> None:
-        """options: how the model speaks, as `speak.add_options` reads it."""
-        self._speaker, self._options = speaker, options
+        """params: how the model chooses its words."""
+        self._llm, self._params = llm, params
         self.thinking, self.effort, self._tools = thinking, effort, list(tools)
         self._system = [{"role": "system", "content": system}] if system is not None else []
         self.restart()
@@ -60,7 +58,11 @@ class Conversation:
 
     def show(self, path: Path) -> None:
         """Put a picture into the next message. Raises DataError; InputError for a blind model."""
-        self._unsent.append({"type": "image", "inputs": self._speaker.look([path])})
+        from openk3.text.image import open_image
+
+        if self._llm.processor is None:
+            raise InputError("this model sees no pictures; it has no vision tower")
+        self._unsent.append({"type": "image", "picture": open_image(path)})
 
     def say(self, words: str) -> None:
         """Add a message of the user."""
@@ -78,34 +80,33 @@ class Conversation:
         A message that was cut calls none, because its last call may lack arguments. An interrupt
         keeps what was said until then; an error leaves the messages as they were.
         """
-        images = _join(self.messages)
-        segments = xtml.render(
-            self.messages,
-            tools=self._tools,
-            thinking=self.thinking,
-            thinking_effort=self.effort,
-            image_prompts=images.prompts if images else None,
-        )
-        tokenizer = self._speaker.tokenizer
-        parser = xtml.StreamParser(tokenizer, thinking=self.thinking)
+        from openk3.engine.chat import Template
 
-        def take(token_id: int) -> None:
-            for delta in parser.feed(token_id):
-                show(delta)
+        said = xtml.Accumulator()
 
-        ids = tokenizer.encode_segments(segments)
-        try:
-            self._speaker.stream(ids, self._options, take, images)
-        except KeyboardInterrupt:
-            self._keep(parser, show)
-            raise
-        return self._keep(parser, show)
-
-    def _keep(self, parser: xtml.StreamParser, show: Callable[[xtml.Delta], None]) -> list[Call]:
-        for delta in parser.finish():
+        def take(_: int, delta: xtml.Delta) -> None:
+            said.add(delta)
             show(delta)
-        message = parser.message
-        self.was_cut = not parser.done
+
+        template = Template(self._tools, self.thinking, self.effort)
+        ids: list[int] = []
+        try:
+            [answer] = self._llm.chat(
+                self.messages,
+                self._params,
+                template=template,
+                images=_pictures(self.messages),
+                on_delta=take,
+            )
+            ids = answer.ids
+        except KeyboardInterrupt:
+            self._keep(said, ids)
+            raise
+        return self._keep(said, ids)
+
+    def _keep(self, said: xtml.Accumulator, ids: list[int]) -> list[Call]:
+        message = said.message()
+        self.was_cut = ids[-1:] != [self._llm.tokenizer.end_of_msg_id]
         if self.was_cut:
             message.pop("tool_calls", None)
         self.messages.append(message)
@@ -113,9 +114,39 @@ class Conversation:
         return [Call(function["name"], function["arguments"]) for function in functions]
 
 
-def can_chat(tokenizer: "Tokenizer") -> bool:
-    """Whether a vocabulary has the tokens that the chat format is made of."""
-    return tokenizer.can_chat
+def _pictures(messages: Sequence[Message]) -> list[Any]:
+    """Of all messages, in order."""
+    said = [message["content"] for message in messages if message["role"] == "user"]
+    return [part["picture"] for parts in said for part in parts if part["type"] == "image"]
+
+
+class PlainText:
+    """A text that a person and a model write together.
+
+    Attributes:
+        ids: the text so far.
+    """
+
+    def __init__(self, llm: "LLM", params: SamplingParams) -> None:
+        self._llm, self._params = llm, params
+        self.ids: list[int] = []
+
+    def go_on(self, words: str, show: Callable[[str], object]) -> None:
+        """Add words, and how the model goes on, shown as it comes. An interrupt keeps what was
+        written until then; an error leaves the text as it was."""
+        encode, said = self._llm.tokenizer.encode, []
+
+        def take(_: int, delta: xtml.Delta) -> None:
+            said.append(delta.text)
+            show(delta.text)
+
+        ids = self.ids + encode(words)
+        try:
+            [answer] = self._llm.generate([ids], self._params, on_delta=take)
+        except KeyboardInterrupt:
+            self.ids = ids + encode("".join(said))
+            raise
+        self.ids = ids + answer.ids
 
 
 def read_tools(path: Path) -> list[Message]:
@@ -137,19 +168,3 @@ def read_tools(path: Path) -> list[Message]:
     except InputError as error:
         raise DataError(f"{path}: {error}") from None
     return tools
-
-
-def _join(messages: Sequence[Message]) -> "ImageInputs | None":
-    """The pictures of all messages, in order."""
-    parts = [part for message in messages if message["role"] == "user"
-             for part in message["content"]]  # fmt: skip
-    seen: list[ImageInputs] = [part["inputs"] for part in parts if part["type"] == "image"]
-    if not seen:
-        return None
-    import numpy as np
-
-    return seen[0]._replace(
-        pixel_values=np.concatenate([one.pixel_values for one in seen]),
-        grid_thws=np.concatenate([one.grid_thws for one in seen]),
-        prompts=[prompt for one in seen for prompt in one.prompts],
-    )

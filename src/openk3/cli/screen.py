@@ -10,11 +10,14 @@ class Screen:
 
     def __init__(self, *, fold: bool) -> None:
         self._fold, self._num_thought, self._kind = fold, 0, ""
-        self._dim = ("\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
+        self._live = sys.stdout.isatty()
+        self._dim = ("\x1b[2m", "\x1b[0m") if self._live else ("", "")
 
     def show(self, delta: Delta) -> None:
         """Write one increment."""
         if delta.kind == "reasoning" and self._fold:
+            if self._live and not self._num_thought:
+                write(f"{self._dim[0]}thinking ...{self._dim[1]}")
             self._num_thought += len(delta.text)
         elif delta.kind != "role":
             self._begin("content" if delta.kind == "answer" else delta.kind)
@@ -30,7 +33,8 @@ class Screen:
             return
         dim, plain = self._dim
         if self._num_thought:
-            write(f"{dim}thinking: {self._num_thought:,} characters{plain}\n")
+            again = "\r\x1b[K" if self._live else ""
+            write(f"{again}{dim}thinking: {self._num_thought:,} characters{plain}\n")
             self._num_thought = 0
         if self._kind == "reasoning":
             write(plain)

@@ -7,7 +7,7 @@ arguments of a call, and never cut markup.
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from openk3.engine.text_stream import Reader
@@ -89,22 +89,25 @@ def chat_prompt(
         add_generation_prompt=False,
     )
     stub, thinking = _continued(last, template.thinking) if is_partial else _opened(template)
-    ids = tokenizer.encode_segments([*segments, *stub])
+    ids = tuple(tokenizer.encode_segments([*segments, *stub]))
     pending = markup.open_tag("think" if thinking else "response")
-    rows = _num_rows(seen, processor)
-    return Prompt(
-        ids=tuple(ids),
-        thinking=thinking,
-        media=_media(seen) if seen else None,
-        num_tokens=len(ids) + sum(rows) - len(rows),
-        num_pending=0 if is_partial else len(tokenizer.encode_segments(pending)),
-    )
+    num_pending = 0 if is_partial else len(tokenizer.encode_segments(pending))
+    return replace(_prompt(ids, seen, processor), thinking=thinking, num_pending=num_pending)
 
 
-def text_prompt(ids: Sequence[int], tokenizer: Tokenizer) -> Prompt:
-    """The prompt of a text; it begins after an end-of-text token if empty, as in training."""
-    ids = tuple(ids) or (tokenizer.eos_id,)
-    return Prompt(ids, num_tokens=len(ids))
+def text_prompt(
+    ids: Sequence[int],
+    tokenizer: Tokenizer,
+    *,
+    processor: ImageProcessor | None = None,
+    images: Sequence[Any] = (),
+) -> Prompt:
+    """The prompt of a text behind pictures; without either it begins after an end-of-text token, as
+    in training. Raises as `chat_prompt`."""
+    seen = _look(images, processor)
+    shown = tokenizer.encode_segments([(text, True) for text in seen.prompts]) if seen else []
+    ids = (*shown, *ids) or (tokenizer.eos_id,)
+    return _prompt(ids, seen, processor)
 
 
 def _opened(template: Template) -> tuple[list[Segment], bool]:
@@ -139,10 +142,13 @@ def _look(images: Sequence[Any], processor: ImageProcessor | None) -> ImageInput
     return processor(images)
 
 
-def _num_rows(seen: ImageInputs | None, processor: ImageProcessor | None) -> list[int]:
+def _prompt(
+    ids: tuple[int, ...], seen: ImageInputs | None, processor: ImageProcessor | None
+) -> Prompt:
     if seen is None or processor is None:
-        return []
-    return [int(t * h * w) // processor.merge_size**2 for t, h, w in seen.grid_thws]
+        return Prompt(ids, num_tokens=len(ids))
+    rows = [int(t * h * w) // processor.merge_size**2 for t, h, w in seen.grid_thws]
+    return Prompt(ids, media=_media(seen), num_tokens=len(ids) + sum(rows) - len(rows))
 
 
 def _media(seen: ImageInputs) -> Media:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from openk3.engine.chat import ChatReader, Prompt, Template, chat_prompt, text_prompt
 from openk3.engine.choice import Choice, Part
+from openk3.engine.interrupts import held_back
 from openk3.engine.service import SteppedEngine
 from openk3.engine.text_stream import Reader, TextReader
 from openk3.engine.types import (
@@ -25,11 +26,13 @@ from openk3.engine.types import (
 )
 from openk3.errors import BackendError, InputError, LimitError
 from openk3.text.image import ImageProcessor
+from openk3.text.special_tokens import END_OF_MSG, EOS
 from openk3.text.tokenizer import Tokenizer
 from openk3.text.xtml import Accumulator, Delta
 
 if TYPE_CHECKING:
     from openk3.engine.folder import Form
+    from openk3.model.k3 import K3
 
 OnDelta = Callable[[int, Delta], object]
 
@@ -54,7 +57,14 @@ class Answer:
 
 
 class LLM:
-    """A model and its engine."""
+    """A model and its engine.
+
+    An interrupt (Ctrl-C) ends the answers that are being made, after the step under way; what was
+    computed for them can be reused. A second one breaks off that step, and the cache is lost.
+    """
+
+    model: "K3 | None" = None
+    """What the engine computes with; None over an engine that was given."""
 
     def __init__(
         self,
@@ -64,12 +74,22 @@ class LLM:
         device: str = "auto",
         dtype: str = "auto",
         experts: "Form" = "auto",
+        expert_cache_gb: float | None = None,
+        progress: Callable[[int], None] = lambda num_bytes: None,
     ) -> None:
-        """Open a model folder; see `openk3.engine.folder.open_folder` for what it raises."""
+        """Open a model folder; see `openk3.engine.folder.open_folder`, also for what it raises."""
         from openk3.engine.engine import Engine
         from openk3.engine.folder import open_folder
 
-        opened = open_folder(path, device=device, dtype=dtype, experts=experts)
+        opened = open_folder(
+            path,
+            device=device,
+            dtype=dtype,
+            experts=experts,
+            expert_cache_gb=expert_cache_gb,
+            progress=progress,
+        )
+        self.model = opened.model
         self._set(Engine(opened.model, config), opened.tokenizer, opened.processor)
 
     @classmethod
@@ -92,14 +112,16 @@ class LLM:
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
         params: SamplingParams | None = None,
         *,
+        images: Sequence[Any] = (),
         stop: Sequence[str] = (),
         n: int = 1,
         on_delta: OnDelta | None = None,
     ) -> list[Answer]:
-        """Continue texts.
+        """Continue texts. An end-of-text or end-of-message token ends an answer.
 
         Args:
             prompts: one text, or texts, or lists of ids.
+            images: pictures to look at before one text, in order (`ImageProcessor` takes them).
             stop: strings that end an answer; they are not part of it.
             n: answers to each prompt.
             on_delta: gets the number of an answer and its text as it comes.
@@ -110,14 +132,13 @@ class LLM:
         Raises:
             InputError: a prompt that does not fit.
         """
-        params = params or SamplingParams()
         texts = [prompts] if isinstance(prompts, str) else prompts
+        _require_one(texts, images)
         found = []
         for text in texts:
             ids = self.tokenizer.encode(text) if isinstance(text, str) else text
-            found.append(text_prompt(ids, self.tokenizer))
-        ends = () if params.ignore_eos else (self.tokenizer.eos_id,)
-        params = replace(params, stop_ids=tuple({*params.stop_ids, *ends}))
+            prompt = text_prompt(ids, self.tokenizer, processor=self.processor, images=images)
+            found.append(prompt)
         return self._run(found, params, n, lambda _: TextReader(self.tokenizer, stop), on_delta)
 
     def chat(
@@ -141,8 +162,7 @@ class LLM:
         The rest is as for `generate`.
         """
         talks = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        if images and len(talks) != 1:
-            raise InputError("images belong to one conversation; give the others one by one")
+        _require_one(talks, images)
         found = [
             chat_prompt(
                 talk,  # type: ignore[arg-type]
@@ -153,9 +173,6 @@ class LLM:
             )
             for talk in talks
         ]
-        params = params or SamplingParams()
-        ends = () if params.ignore_eos else (self.tokenizer.end_of_msg_id,)
-        params = replace(params, stop_ids=tuple({*params.stop_ids, *ends}))
 
         def reader(prompt: Prompt) -> Reader:
             return ChatReader(self.tokenizer, thinking=prompt.thinking, stops=stop)
@@ -165,13 +182,14 @@ class LLM:
     def _run(
         self,
         prompts: Sequence[Prompt],
-        params: SamplingParams,
+        params: SamplingParams | None,
         n: int,
         reader: Callable[[Prompt], Reader],
         on_delta: OnDelta | None,
     ) -> list[Answer]:
         if n < 1:
             raise InputError(f"n must be at least 1, not {n}")
+        params = self._with_ends(params or SamplingParams())
         each = [prompt for prompt in prompts for _ in range(n)]
         answers = [Answer(prompt_tokens=prompt.num_tokens) for prompt in each]
         messages = [Accumulator() for _ in each]
@@ -182,8 +200,10 @@ class LLM:
         running: dict[str, Choice] = {}
         try:
             while waiting or running:
-                self._fill(waiting, running, params, n)
-                for output in self.engine.step():
+                with held_back():
+                    self._fill(waiting, running, params, n)
+                    outputs = self.engine.step()
+                for output in outputs:
                     choice = running.get(output.request_id)
                     if choice is None:
                         continue
@@ -198,12 +218,19 @@ class LLM:
                         if on_delta:
                             on_delta(choice.index, delta)
         finally:
-            for request_id in running:
-                self.engine.abort(request_id)
+            with held_back():
+                for request_id in running:
+                    self.engine.abort(request_id)
         for answer, message in zip(answers, messages, strict=True):
             answer.message = message.message()
             answer.text = answer.message["content"]
         return answers
+
+    def _with_ends(self, params: SamplingParams) -> SamplingParams:
+        """Ending at what ends texts and messages, as far as the vocabulary has it."""
+        known = self.tokenizer.special_tokens
+        ends = [known[name] for name in (EOS, END_OF_MSG) if name in known]
+        return params if params.ignore_eos else replace(params, stop_ids=(*params.stop_ids, *ends))
 
     def _fill(
         self,
@@ -225,6 +252,11 @@ class LLM:
                 return
             running[choice.request_id] = choice
             waiting.popleft()
+
+
+def _require_one(prompts: Sequence[Any], images: Sequence[Any]) -> None:
+    if images and len(prompts) != 1:
+        raise InputError("images belong to one prompt; give the others one by one")
 
 
 def _note(answer: Answer, choice: Choice, part: Part) -> None:

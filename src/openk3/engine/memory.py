@@ -26,6 +26,8 @@ ALIGN = 256  # bytes
 CPU = torch.device("cpu")
 UNKNOWN_FREE = 4 << 30
 """Bytes that are taken to be free where the system does not tell."""
+CHECKPOINTS = 64
+"""Of each sequence that runs, for which there is room beside sequences as long as can be."""
 
 
 def _round_up(x: int, unit: int) -> int:
@@ -54,7 +56,7 @@ class PageMemory:
         self.S_shape = (attn.num_heads, attn.head_dim, attn.head_dim)
         self.conv_shape = (3, attn.short_conv_kernel_size, attn.num_heads, attn.head_dim)
         self.S_bytes = _round_up(prod(self.S_shape) * 4, ALIGN)
-        self.geometry = self._cut(config)
+        self.geometry = self._cut(config, model.max_position_embeddings)
         shape = self.geometry.layers_per_group, self.geometry.num_pages, self.geometry.page_bytes
         self.scratch = self.geometry.num_pages
         wish = "num_pages" if config.num_pages else "memory_bytes"
@@ -66,7 +68,7 @@ class PageMemory:
         if self._host_file is None:
             self._require_host_memory()
 
-    def _cut(self, config: EngineConfig) -> Geometry:
+    def _cut(self, config: EngineConfig, max_positions: int) -> Geometry:
         """Pages that hold a KDA layer's state, or page_tokens latents of an MLA layer."""
         beside_S = prod(self.conv_shape) + self.hidden_width
         state_bytes = self.S_bytes + beside_S * self.dtype.itemsize
@@ -75,8 +77,13 @@ class PageMemory:
         page_tokens = config.page_tokens or enough
         page_bytes = _round_up(max(state_bytes, page_tokens * per_token), ALIGN)
         per_group = len(self.mla_layers)  # the MTP layer is one of them
-        num_pages = config.num_pages or _affordable(config, page_bytes * per_group, self.device)
         kda_groups = -(-len(self.kda_layers) // per_group)
+        num_pages = config.num_pages
+        if num_pages is None:
+            num_pages = _affordable(config, page_bytes * per_group, self.device)
+            if config.memory_bytes is None:
+                longest = -(-max_positions // page_tokens) + (1 + CHECKPOINTS) * kda_groups
+                num_pages = min(num_pages, config.max_running * longest)
         return Geometry(page_tokens, page_bytes, num_pages, kda_groups, per_group)
 
     def _host_pool(self) -> Tensor:

@@ -25,6 +25,7 @@ from openk3.errors import BackendError, ConfigError
 from openk3.model.k3 import K3
 from openk3.ops.kda.decode import Pending
 from openk3.ops.mla import multiplications
+from openk3.ops.native.build import build_later
 from openk3.ops.native.program import Segment, numbers
 
 log = logging.getLogger(__name__)
@@ -51,20 +52,28 @@ class NativePasses:
             sizes.num_attention_heads, sizes.qk_nope_head_dim, sizes.qk_rope_head_dim,
             sizes.v_head_dim, sizes.kv_lora_rank,
         )  # fmt: skip
-        self._standing, self._recorder = Standing(model), self._recorded()
+        self._standing, self._recorder = Standing(model), None
+        # whoever wants the same floats always waits for the compiler
+        later = config.compiled == "later" and not config.batch_invariant
+        self._building = build_later() if later else None
+        if self._building is None:
+            self._recorder = self._recorded()
 
     def _recorded(self) -> Recorder:
         return Recorder(self.model, self.memory, self.pending, self.max_rows, self.max_wanted)
 
     def _stands(self) -> bool:
         """Whether there is a recording of the model as it is; it is recorded anew where it can."""
-        if not self._standing.holds():
-            self._recorder, problem = None, unfit(self.model)
+        if self._building is not None and self._building.is_alive():
+            return False
+        if self._building is not None or not self._standing.holds():
+            self._building, self._recorder = None, None
+            problem = unfit(self.model)
             self._standing = Standing(self.model)
             if problem is None:
                 self._recorder = self._recorded()
             else:
-                log.warning("the model changed, steps run as Python from now on: %s", problem)
+                log.warning("steps run as Python from now on: %s", problem)
         return self._recorder is not None
 
     def takes(self, chunks: Sequence[Chunk]) -> bool:
@@ -152,7 +161,7 @@ def native_passes(
             return made
         except BackendError as error:
             problem = str(error)
-    if config.compiled:
+    if config.compiled is True:
         raise ConfigError(f"compiled = true cannot be honoured: {problem}")
     if model.lm_head.weight.device.type == "cpu":
         log.info("steps run as Python, several times slower: %s", problem)

@@ -148,7 +148,8 @@ class EngineConfig:
     num_pages: int | None = None
     """Pages in the pool; None asks memory_bytes."""
     memory_bytes: int | None = None
-    """Size of the pool when num_pages is None; None takes half of what is free."""
+    """Size of the pool when num_pages is None; None takes half of what is free, and no more than
+    max_running of the longest sequences can use."""
     max_batch_tokens: int = 2048
     """Tokens of one step: decoding rows first, prefill chunks fill the rest."""
     max_running: int = 256
@@ -175,9 +176,10 @@ class EngineConfig:
     two_phase: bool | None = None
     """Mix a block's finished AttnRes blocks at once where that moves fewer bytes; None: on a
     GPU."""
-    compiled: bool | None = None
+    compiled: bool | Literal["later"] | None = None
     """On a CPU, run steps as compiled C++ (float32 models); None where a compiler is found, and
-    True makes it an error if there is none."""
+    True makes it an error if there is none. "later" does not wait for the compiler, which the first
+    use on a machine needs: steps run as Python until it is done."""
     batch_invariant: bool = False
     """The same floats, to the last bit, for a request whatever shares its steps, is cached or
     preempted: every token is computed alone, so prompts take as long as answers."""

@@ -179,6 +179,43 @@ def test_a_compiler_that_hangs_is_ended_with_all_it_started(tmp_path, monkeypatc
 
 
 @needs_compiler
+def test_built_beside_other_work(small, caplog):
+    with caplog.at_level(logging.WARNING):
+        thread = build.build_later()
+        assert thread is not None
+        thread.join(60)
+    assert caplog.text == ""  # nobody waits
+    assert len(libraries()) == 1
+    assert build.build_later() is None
+    assert build._load().answer() == 42
+    (small / build.MAIN).write_text("#error cannot be\n")
+    thread = build.build_later()
+    assert thread is not None
+    thread.join(60)
+    assert build.build_later() is None
+    assert "cannot be" in build.available()[1]
+
+
+def test_a_build_beside_other_work_ends_with_the_program(tmp_path, small):
+    alive, code = tmp_path / "alive", tmp_path / "program.py"
+    os.mkfifo(alive)
+    ended = os.open(alive, os.O_RDONLY | os.O_NONBLOCK)
+    lines = ['[ "$1" = --version ] && exec echo one', f"exec 3> {alive}", "echo >&3", "sleep 1000"]
+    code.write_text(
+        f"import select; from pathlib import Path; from openk3.ops.native import build\n"
+        f"build.SOURCES = Path({str(small)!r})\n"
+        f"thread = build.build_later()\n"
+        f"with open({str(alive)!r}) as running: running.read(1)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path),
+                   "CXX": script(tmp_path / "cxx", *lines)}  # fmt: skip
+    subprocess.run([sys.executable, str(code)], env=environment, check=True, timeout=60)
+    assert select.select([ended], [], [], 60)[0], "the compiler goes on"
+    os.close(ended)
+    assert libraries() == []
+
+
+@needs_compiler
 def test_what_a_killed_build_left_is_swept_away():
     old, new = (build.cache_folder() / f".build-{name}" for name in ("old", "new"))
     for left in (old, new):

@@ -18,6 +18,7 @@ import shlex
 import shutil
 import stat
 import tempfile
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -65,6 +66,30 @@ def load() -> ctypes.CDLL:
     except BackendError as error:
         _failure.append(str(error))
         raise
+
+
+def build_later() -> threading.Thread | None:
+    """Build the library beside other work, until the program ends.
+
+    Returns the thread that waits for it; None where there is nothing to build. If it fails there,
+    `load` will say why.
+    """
+    try:
+        compiler, folder, key = _needs()
+    except BackendError:
+        return None
+    if _failure or _cached(folder, key):
+        return None
+
+    def work() -> None:
+        try:
+            _build(compiler, folder, key, logging.INFO)
+        except BackendError as error:
+            _failure.append(str(error))
+
+    thread = threading.Thread(target=work, name="compiler", daemon=True)
+    thread.start()
+    return thread
 
 
 def _load() -> ctypes.CDLL:
@@ -161,10 +186,12 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:20]
 
 
-def _build(compiler: list[str], folder: Path, key: str) -> Path:
+def _build(compiler: list[str], folder: Path, key: str, level: int = logging.WARNING) -> Path:
+    """level: a warning, where somebody waits: who does should know why, also in verbs that show no
+    other log."""
     begin = time.monotonic()
-    # a warning, since who waits should know why, in verbs that show no other log as well
-    log.warning("compiling the CPU kernels with %s, once; they are kept in %s", compiler[0], folder)
+    said = "compiling the CPU kernels with %s, once; they are kept in %s"
+    log.log(level, said, compiler[0], folder)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _sweep(folder)
@@ -207,6 +234,8 @@ def _compile(compiler: list[str], target: Path) -> None:
         problem = ran.stderr if ran.returncode else _load_error(target)
         if problem is None:
             return
+        if ran.returncode < 0:
+            raise BackendError(f"{compiler[0]} was stopped by signal {-ran.returncode}")
         said = said or problem
     lines = said.strip().splitlines() or ["no message"]
     first = next((line for line in lines if "error" in line), lines[0])

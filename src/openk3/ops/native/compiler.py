@@ -1,5 +1,6 @@
 """The machine's C++ compiler: which it is, and running it so that nothing of it is left behind."""
 
+import atexit
 import functools
 import os
 import shlex
@@ -38,20 +39,28 @@ def version(compiler: tuple[str, ...]) -> str:
 
 def run(command: list[str], seconds: float, **more: str) -> subprocess.CompletedProcess[str]:
     """A command with `more` in its environment. Raises BackendError if it cannot be started or
-    takes longer; nothing that it started then goes on."""
+    takes longer; nothing that it started then goes on, nor when this program ends."""
     try:
         with subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             text=True, errors="replace", env=os.environ | more, start_new_session=True,
         ) as running:  # fmt: skip
+            stop = functools.partial(_stop, running.pid)
+            atexit.register(stop)
             try:
                 out, said = running.communicate(timeout=seconds)
             except BaseException:
-                with suppress(ProcessLookupError):
-                    os.killpg(running.pid, signal.SIGKILL)
+                stop()
                 raise
+            finally:
+                atexit.unregister(stop)
     except subprocess.TimeoutExpired as error:
         raise BackendError(f"{command[0]} took longer than {seconds:g} s") from error
     except OSError as error:
         raise BackendError(f"{command[0]} cannot be started: {error}") from error
     return subprocess.CompletedProcess(command, running.returncode, out, said)
+
+
+def _stop(group: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
