@@ -9,7 +9,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="the dev extra is
 
 from openai_server import serving  # noqa: E402
 from openk3.text.image import ImageProcessor  # noqa: E402
-from scripted_engine import ids_of  # noqa: E402
+from scripted_engine import ids_of, tokenizer  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 END = "⟨C⟩message⟨S⟩⟨E⟩"
@@ -98,6 +98,93 @@ def test_stop_ends_the_work_and_errors_are_shown(browser):
         assert server.engine.told.wait(30)
         page.close()
         other.close()
+
+
+def test_what_was_not_answered_can_be_sent_again(browser):
+    """An error is seen, the message is back in the box, and the next answer is as if it had not
+    been; also when the server was gone, or the answer broke off in the middle."""
+    answers = ids_of("fine⟨C⟩think⟨S⟩⟨O⟩response⟨S⟩It is fine.⟨C⟩response⟨S⟩" + END)
+    with serving(answers, max_context=600) as server:
+        page = browser.new_page(viewport={"width": 340, "height": 420})
+        problems: list[str] = []
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.goto(server.url)
+        page.fill("#text", "x " * 2000)
+        page.press("#text", "Enter")
+        error = page.locator(".error")
+        error.filter(has_text="the context holds 600").wait_for()
+        assert in_view(error, page)
+        assert page.input_value("#text") == ("x " * 2000).strip()
+        page.fill("#text", "hi")
+        page.press("#text", "Enter")
+        note = page.locator("article.assistant small").filter(has_text="cached")
+        note.wait_for()
+        assert in_view(note, page)
+        assert page.input_value("#text") == ""
+        *_, request = server.engine.seen.values()
+        assert "x x x" not in tokenizer().decode(request.prompt_ids)
+        assert page.evaluate("document.documentElement.scrollWidth") == 340
+
+        for route, said in (
+            (lambda route: route.abort(), "does not answer"),
+            (lambda route: route.fulfill(status=502, body="<html>"), "The server answers 502"),
+            (lambda route: route.fulfill(status=200, body=CUT), "broke off"),
+        ):
+            page.route("**/chat/completions", route)
+            page.fill("#text", "again")
+            page.press("#text", "Enter")
+            page.locator(".error").filter(has_text=said).wait_for()
+            assert page.input_value("#text") == "again"
+            page.unroute("**/chat/completions")
+        page.press("#text", "Enter")
+        page.locator("article.assistant small").filter(has_text="cached").nth(1).wait_for()
+        *_, request = server.engine.seen.values()
+        assert tokenizer().decode(request.prompt_ids).count("again") == 1
+        assert problems == []
+        page.close()
+
+
+CUT = 'data: {"choices": [{"index": 0, "delta": {"content": "It"}, "finish_reason": null}]}\n\n'
+
+
+def in_view(element, page) -> bool:
+    box, frame = element.last.bounding_box(), page.locator("#talk").bounding_box()
+    return frame["y"] <= box["y"] and box["y"] + box["height"] <= frame["y"] + frame["height"] + 1
+
+
+def test_a_new_chat_forgets_the_answer_that_still_ran(browser):
+    long = ids_of("hm⟨C⟩think⟨S⟩⟨O⟩response⟨S⟩" + "x" * 5000)
+    with serving(long, step_s=0.01) as server:
+        page = browser.new_page()
+        page.goto(server.url)
+        page.fill("#text", "old")
+        page.press("#text", "Enter")
+        page.locator("article.assistant > .text").filter(has_text="xx").wait_for()
+        page.click("#new")
+        page.fill("#text", "new")
+        page.press("#text", "Enter")
+        page.locator("article.assistant > .text").filter(has_text="xx").wait_for()
+        assert page.get_by_role("button", name="Stop").count() == 1
+        assert page.locator("article").count() == 2
+        *_, request = server.engine.seen.values()
+        prompt = tokenizer().decode(request.prompt_ids)
+        assert prompt.count("role=") == 3  # effort, the user, and the answer that is asked for
+        page.close()
+
+
+def test_a_model_that_cannot_chat_says_so(browser):
+    from openk3.text.train_tokenizer import train
+
+    with serving() as server:
+        words = ["the weather is fine " * 20]
+        server.state.tokenizer = train(words, 300, special_tokens=["[BOS]", "[EOS]"])
+        page = browser.new_page()
+        page.goto(server.url)
+        page.get_by_placeholder("it cannot chat").wait_for()
+        page.fill("#text", "hi")
+        page.press("#text", "Enter")
+        assert page.locator("article").count() == 0
+        page.close()
 
 
 def test_the_page_loads_nothing_from_elsewhere():
