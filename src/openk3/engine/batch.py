@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from openk3.engine.memory import PageMemory
-from openk3.engine.paged import DecodeRows, PagedSequence, PrefillChunk, PrefillRows
+from openk3.engine.paged import DecodeRows, PagedSequence, PrefillRows
 from openk3.engine.plan import Checkpoint, Chunk, Copy
 from openk3.engine.transfer import on_device
 from openk3.ops.kda.decode import Pending
+from openk3.ops.mla.chunks import hold
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def build(
         ints(page, device),
         ints(offset, device),
         _device_rows(rows, device, bool(pending)) if decode else None,
-        _prefill_rows(prefill, len(rows.ids), memory.conv_shape[1], device) if prefill else None,
+        _prefill_rows(prefill, len(rows.ids), memory) if prefill else None,
         pending,
     )
     return Batch(ints(ids, device)[None], sequence, ints(wanted(rows, decode, prefill), device))
@@ -140,19 +141,18 @@ def _device_rows(rows: HostRows, device: torch.device, windowed: bool) -> Decode
     return made
 
 
-def _prefill_rows(
-    chunks: Sequence[Chunk], first: int, taps: int, device: torch.device
-) -> PrefillRows:
+def _prefill_rows(chunks: Sequence[Chunk], first: int, memory: PageMemory) -> PrefillRows:
+    device = memory.device
     lengths = [len(c.token_ids) for c in chunks]
-    starts = [0, *itertools.accumulate(lengths)]
-    parts = [
-        PrefillChunk(first + begin, count, c.start, ints(c.latent_pages, device))
-        for c, begin, count in zip(chunks, starts[:-1], lengths, strict=True)
-    ]
+    totals = [c.start + length for c, length in zip(chunks, lengths, strict=True)]
+    table = page_table([c.latent_pages for c in chunks], device)
+    counts = ints([totals, lengths], device)
+    held = hold(table, counts, totals, lengths, memory.geometry.page_tokens)
     states = list(zip(*(c.state_pages for c in chunks), strict=True))
-    rows = PrefillRows(parts, ints(starts, device, torch.int32), ints(states, device))
+    rows = PrefillRows(first, held, held.cu_queries, ints(states, device))
     inner = [(i, point) for i, c in enumerate(chunks) for point in inside(c)]
     if inner:
+        starts, taps = [0, *itertools.accumulate(lengths)], memory.conv_shape[1]
         ends = [(i, point.position - chunks[i].start) for i, point in inner]
         rows.inner_flat = ints([starts[i] + count - 1 for i, count in ends], device)
         tails = [_tail(i, count, starts[i], len(chunks), taps) for i, count in ends]

@@ -96,7 +96,7 @@ class LayerDrafts:
         if rows is not None:
             before[: rows.num_tokens : rows.tokens] = kept[rows.states[0].long()]
         if prefill is not None:
-            before[self._index([c.first for c in prefill.chunks])] = kept[prefill.states[0]]
+            before[prefill.first + prefill.cu_seqlens[:-1]] = kept[prefill.states[0]]
         self._write(sequence.page, sequence.offset, before, ids)
 
     def extend_chunks(self, chunks: Sequence[Chunk], hidden: Tensor) -> None:

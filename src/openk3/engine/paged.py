@@ -17,7 +17,7 @@ from openk3.model.ports import KdaInputs, KdaWeights, MixerState
 from openk3.ops.conv import short_conv
 from openk3.ops.kda import kda
 from openk3.ops.kda.decode import Pending, kda_decode
-from openk3.ops.mla import attend
+from openk3.ops.mla.chunks import Held, attend_chunks
 from openk3.ops.mla.paged import attend_paged
 from openk3.ops.norm import gated_head_norm
 
@@ -49,21 +49,13 @@ class DecodeRows:
 
 
 @dataclass
-class PrefillChunk:
-    """Tokens [first, first + count) of the packed row, at positions from `start`."""
-
-    first: int
-    count: int
-    start: int
-    pages: Tensor
-    """latent pages of all its positions"""
-
-
-@dataclass
 class PrefillRows:
     """The chunks, and the states wanted inside of them."""
 
-    chunks: list[PrefillChunk]
+    first: int
+    """their first token in the packed row"""
+    held: Held
+    """all positions of the chunks' sequences"""
     cu_seqlens: Tensor
     """[C + 1] int32, relative to the first prefill token"""
     states: Tensor
@@ -190,16 +182,7 @@ class PagedSequence:
             held = rows.table, rows.starts, rows.lengths
             o = attend_paged(own, kv_b, pages, *held, first=self.first)
             parts.append(o.flatten(0, 1))
-        for chunk in self.prefill.chunks if self.prefill is not None else ():
-            total = chunk.start + chunk.count
-            seen = pages[chunk.pages].flatten(0, 1)[None, :total]
-            o = attend(
-                q[:, chunk.first : chunk.first + chunk.count],
-                seen[..., : latent.shape[-1]],
-                seen[..., latent.shape[-1] :],
-                kv_b,
-                form=None,
-            )
-            assert isinstance(o, Tensor)
-            parts.append(o[0])
+        if self.prefill is not None:
+            own = q[0, self.prefill.first :]
+            parts.append(attend_chunks(own, kv_b, pages, self.prefill.held))
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
