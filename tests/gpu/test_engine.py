@@ -11,6 +11,8 @@ from kernel_checks import relative_error
 from openk3.config import LinearAttnConfig, preset
 from openk3.engine import Engine, EngineConfig, Request, SamplingParams
 from openk3.model import K3, cast
+from openk3.ops.mla import chunks
+from openk3.ops.mla.chunks import attend_chunks, hold
 from openk3.ops.mla.paged import attend_paged
 
 pytestmark = pytest.mark.gpu
@@ -40,6 +42,32 @@ def test_paged_attention(lengths, tokens, heads):
     wide = [x.double() for x in (q, kv_b, pages)]
     wanted = attend_paged(*wide, table, starts, held, backend="reference")
     assert relative_error(ours, wanted) < 1e-2
+
+
+@pytest.mark.parametrize("widths", [(128, 64, 128), (64, 32, 64), (64, 16, 96)])
+@pytest.mark.parametrize(
+    ("totals", "counts"), [([1], [1]), ([1000, 300, 7], [1000, 300, 7]), ([4096, 33], [500, 1])]
+)
+def test_prefill_attention(totals, counts, widths, monkeypatch):
+    nope, rope, value = widths
+    page, latent, heads = 128, 512, 5
+    rng = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=rng, device="cuda").bfloat16()
+
+    most = -(-max(totals) // page)
+    pages = normal(len(totals) * most, page, latent + rope)
+    table = torch.randperm(len(totals) * most, device="cuda").view(len(totals), most)
+    sizes = torch.tensor([totals, counts], device="cuda")
+    held = hold(table, sizes, totals, counts, page)
+    q = normal(sum(counts), heads, nope + rope)
+    kv_b = normal(heads * (nope + value), latent) / 20
+    wide = [x.double() for x in (q, kv_b, pages)]
+    wanted = attend_chunks(*wide, held, backend="reference")
+    assert relative_error(attend_chunks(q, kv_b, pages, held, backend="flash"), wanted) < 1e-2
+    monkeypatch.setattr(chunks, "MAX_EXPANDED", 2 * 200 * sum(totals))
+    assert relative_error(attend_chunks(q, kv_b, pages, held, backend="flash"), wanted) < 1e-2
 
 
 def config_of(**more):

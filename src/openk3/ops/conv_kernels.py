@@ -53,7 +53,7 @@ def _before(x, initial, back, index, D, c, HAS_INITIAL: tl.constexpr):
     return y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "num_seqs"])
 def conv_forward_kernel(
     x,
     weight,  # [4, D] float32
@@ -100,7 +100,7 @@ def conv_forward_kernel(
         x2 = x6
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "num_seqs"])
 def conv_backward_kernel(
     x,
     weight,  # [4, D] float32

@@ -82,7 +82,7 @@ def _norm(
     return close(times(unit, w), dtype, PACKED, ASM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def mix_forward(
     sources, query, norm_weight, out, normed, out_weight, stats, T, eps, out_eps,
     D: tl.constexpr, PACKED: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
@@ -145,7 +145,7 @@ def _dots(rows, g, PACKED: tl.constexpr):
     return row_sums(vectors)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def mix_backward(
     sources, grads, query, norm_weight, d_out, stats, d_key, T,
     D: tl.constexpr, PACKED: tl.constexpr, N: tl.constexpr, C: tl.constexpr,

@@ -30,7 +30,7 @@ from openk3.ops.attn_res.ring_row_kernels import (
 )
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["T"])
 def mix_forward(
     sources, query, norm_weight, out, normed, out_weight, stats, T, eps, out_eps,
     D: gl.constexpr, N: gl.constexpr, C: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr,
@@ -111,7 +111,7 @@ def mix_forward(
     async_copy.wait_group(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["T"])
 def mix_backward(
     sources, grads, query, norm_weight, d_out, stats, d_key, T,
     D: gl.constexpr, N: gl.constexpr, C: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr,

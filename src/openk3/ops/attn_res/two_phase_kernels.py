@@ -35,7 +35,7 @@ def _product(a, b, SPLIT: tl.constexpr):
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def block_partials(
     sources, queries, norm_weights, out, lse, T, eps,
     D: tl.constexpr, Q: tl.constexpr, Q_PAD: tl.constexpr, P: tl.constexpr, BC: tl.constexpr,
@@ -93,7 +93,7 @@ def block_partials(
         tl.store(to + col[None, :], mixed, mask=keep[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def merge_running(
     partial, lse, running, query, norm_weight, out_weight, out, T, eps, out_eps,
     D: tl.constexpr, PACKED: tl.constexpr, N: tl.constexpr, C: tl.constexpr, VEC: tl.constexpr,

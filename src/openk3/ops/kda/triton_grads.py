@@ -62,7 +62,7 @@ def _round(x, DTYPE: tl.constexpr):
         return x.to(DTYPE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "num_seqs"])
 def grads_kernel(
     q,
     k,

@@ -15,7 +15,7 @@ import triton.language as tl
 from openk3.ops.kda.triton_math import LOG2E, exp2, locate
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "num_seqs"])
 def pairs_kernel(
     v,
     beta,

@@ -24,7 +24,7 @@ import triton.language as tl
 from openk3.ops.kda.triton_math import first_slot, locate
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "num_seqs", "segment"])
 def scan_forward_kernel(
     v,
     wqk,
@@ -149,7 +149,7 @@ def scan_forward_kernel(
         tl.store(final + state, S)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "num_seqs", "segment"])
 def scan_backward_kernel(
     d_o,
     wqk,

@@ -17,7 +17,7 @@ import triton.language as tl
 from openk3.ops.kda.triton_math import first_slot
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "segment"])
 def fold_kernel(
     carry,  # [segments, H, V, K] float32, in place
     transition,  # [segments, H, K, K] float32: M^T

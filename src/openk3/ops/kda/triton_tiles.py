@@ -40,7 +40,7 @@ def unit_lower_inverse(N, C: tl.constexpr, PRECISION: tl.constexpr):
     return X - tl.dot(X, rest, input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "num_seqs"])
 def prepare_kernel(
     q,
     k,

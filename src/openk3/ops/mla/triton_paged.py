@@ -22,7 +22,7 @@ MERGED = 16384  # numbers that a merging program holds
 LOG2E = 1.4426950408889634
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width", "num_shares"])
 def share_kernel(
     q,  # [B, M, R + ROPE]
     pages,  # [num_pages, P, R + ROPE], page_stride numbers from page to page
@@ -35,11 +35,11 @@ def share_kernel(
     P,
     page_stride,
     table_width,
+    num_shares,
     scale,
     H: tl.constexpr,
     R: tl.constexpr,
     ROPE: tl.constexpr,
-    SHARES: tl.constexpr,
     FIRST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -54,7 +54,7 @@ def share_kernel(
     q_latent = tl.load(q + r[None, :], m[:, None] < M, 0.0)
     q_rope = tl.load(q + R + rope[None, :], m[:, None] < M, 0.0)
 
-    size = tl.cdiv(tl.cdiv(length, SHARES), BLOCK_N) * BLOCK_N
+    size = tl.cdiv(tl.cdiv(length, num_shares), BLOCK_N) * BLOCK_N
     begin = share * size
     end = tl.minimum(begin + size, length)
     peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -77,7 +77,7 @@ def share_kernel(
         acc = acc * decay[:, None] + tl.dot(weights.to(k_latent.dtype), k_latent)
         peak = new_peak
     found = total > 0
-    at = (row * M + m) * SHARES + share
+    at = (row * M + m) * num_shares + share
     o = acc / tl.where(found, total, 1.0)[:, None]
     tl.store(partial + at[:, None] * R + r[None, :], o, m[:, None] < M)
     log = tl.where(found, peak + tl.log2(tl.where(found, total, 1.0)), -float("inf"))
@@ -133,11 +133,11 @@ def latent_attention_triton(
         P=pages.shape[1],
         page_stride=pages.stride(0),
         table_width=table.shape[1],
+        num_shares=shares,
         scale=scale * LOG2E,
         H=heads,
         R=latent,
         ROPE=width - latent,
-        SHARES=shares,
         FIRST=first,
         BLOCK_M=block,
         BLOCK_N=BLOCK_N,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"])
 def count_blocks(
     ids, counts, before, P, B: tl.constexpr, E_PAD: tl.constexpr
 ):  # fmt: skip
@@ -24,7 +24,7 @@ def count_blocks(
     tl.store(before + row, tl.cumsum(count, 0) - count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def sum_blocks(counts, totals, num_blocks, E_PAD: tl.constexpr, W: tl.constexpr, NB: tl.constexpr):
     """In place: each block's count becomes the sum of the blocks before it; totals [E_PAD]."""
     expert = tl.program_id(0) * W + tl.arange(0, W)
@@ -122,7 +122,7 @@ def list_tiles(
         tl.store(row_pair + pad, tl.full([ALIGN], -1, tl.int32), mask=pad < tl.load(ends + expert))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"])
 def place_pairs(
     ids, counts, before, starts, row_of_pair, row_pair, P, B: tl.constexpr, E_PAD: tl.constexpr
 ):  # fmt: skip

@@ -19,7 +19,7 @@ def _add_margins(counts, score, limit, bias, expert, real, counted, BINS: tl.con
     tl.atomic_add(counts + expert[None, :] * BINS + bins, one, mask=counted, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def count_scores(
     scores, cutoff, bias, valid, counts, T,
     E: tl.constexpr, E_PAD: tl.constexpr, BT: tl.constexpr, BINS: tl.constexpr,
@@ -39,7 +39,7 @@ def count_scores(
     _add_margins(counts, score, limit, b, expert, real, counted, BINS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def choose_experts(
     logits, bias, valid, ids, weights, cutoff, chosen, counts, T, scaling,
     E: tl.constexpr, E_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr,
@@ -85,7 +85,7 @@ def choose_experts(
         _add_margins(counts, score, limit, b, expert, real, counted, BINS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def choose_backward(
     d_weights, ids, chosen, d_logits, T, scaling,
     E: tl.constexpr, E_PAD: tl.constexpr, TOP_K: tl.constexpr,

@@ -90,7 +90,7 @@ def situ_backward(
     return activated * value, d_gate, d_act * activated * slope
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def situ_rows(
     gate_ptr, up_ptr, act, last_row, R, beta1, beta2,
     PITCH: tl.constexpr, F: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
@@ -112,7 +112,7 @@ def situ_rows(
             tl.store(act + row * F + col, value.to(act.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def situ_rows_backward(
     gate_ptr, up_ptr, d_act, row_weight, d_gate_ptr, d_up_ptr, scaled_act, d_weight, last_row, R,
     beta1, beta2,

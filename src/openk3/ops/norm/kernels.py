@@ -23,7 +23,7 @@ from openk3.ops.row_kernels import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def norm_forward(
     x_ptr, weight, out, T, eps,
     D: tl.constexpr, PACKED: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
@@ -40,7 +40,7 @@ def norm_forward(
         store_row(out, t, y, PACKED, N, C, VEC)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def norm_backward(
     d_out, x_ptr, weight, d_x, d_weight, T, eps,
     D: tl.constexpr, PACKED: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
