@@ -112,8 +112,8 @@ def all_at_once(
     found = []
     for own, up in zip(q.split(some, 1), kv_b.split(some * per_head), strict=True):
         k, v = expand(latent, k_rope, up, own.shape[1], nope)
-        wide = [F.pad(x, (0, padded - x.shape[-1])) for x in (own, k[0], v[0])]
-        found.append(_flash(*wide, held, scale)[..., :value])
+        x, y, z = (F.pad(part, (0, padded - part.shape[-1])) for part in (own, k[0], v[0]))
+        found.append(_flash(x, y, z, held, scale)[..., :value])
     return found[0] if len(found) == 1 else torch.cat(found, 1)
 
 
