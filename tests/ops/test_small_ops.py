@@ -1,12 +1,17 @@
 """Norms, short convolution, MLA forms, AttnRes and the chunked loss."""
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from openk3.errors import InputError
+from openk3.ops import moe
 from openk3.ops.attn_res import mix
+from openk3.ops.attn_res.two_phase import block_partials
 from openk3.ops.conv import short_conv
+from openk3.ops.kda import kda
 from openk3.ops.loss import linear_cross_entropy, token_losses
 from openk3.ops.mla import attend
 from openk3.ops.norm import gated_head_norm, l2_norm, rms_norm, rms_norm_wide
@@ -151,6 +156,82 @@ class TestLoss:
         each = token_losses(hidden, head, targets, chunk_tokens=chunk_tokens)
         torch.testing.assert_close(each.sum() * 0.5, theirs.detach(), check_dtype=False)
 
-    def test_a_target_outside_the_vocabulary_is_refused(self):
-        with pytest.raises(InputError, match="target 9"):
-            linear_cross_entropy(torch.zeros(1, 4), torch.zeros(9, 4), torch.tensor([9]))
+    @pytest.mark.parametrize(
+        ("named", "wrong"),
+        [
+            (r"targets must lie in \[0, 9\); one is 9", {"targets": torch.tensor([[0], [9]])}),
+            (r"targets must lie in \[0, 9\); one is -1", {"targets": torch.tensor([[0], [-1]])}),
+            (r"targets must be \[2, 1\]", {"targets": torch.tensor([[0, 1]])}),
+            ("targets must be of integers", {"targets": torch.zeros(2, 1)}),
+            (r"head must be \[9, 4\]", {"head": torch.zeros(9, 5)}),
+            ("head is torch.float64", {"head": torch.zeros(9, 4, dtype=F64)}),
+            ("hidden must be of floating point", {"hidden": torch.zeros(2, 1, 4).int()}),
+            ("chunk_tokens must be at least 1", {"chunk_tokens": -1}),
+        ],
+    )
+    @pytest.mark.parametrize("loss", [linear_cross_entropy, token_losses])
+    def test_what_does_not_fit_is_named(self, loss, named, wrong):
+        right = {"hidden": torch.zeros(2, 1, 4), "head": torch.zeros(9, 4)}
+        right["targets"] = torch.tensor([[0], [-100]])
+        assert loss(**right).sum() == pytest.approx(math.log(9))
+        with pytest.raises(InputError, match=named):
+            loss(**right | wrong)
+
+    def test_a_nan_that_does_not_count_stays_out(self):
+        torch.manual_seed(0)
+        hidden, head, targets = torch.randn(3, 4), torch.randn(9, 4), torch.tensor([1, -100, 2])
+        wanted = linear_cross_entropy(hidden[::2], head, targets[::2])
+        hidden[1] = torch.nan
+        hidden.requires_grad_()
+        ours = linear_cross_entropy(hidden, head, targets)
+        torch.testing.assert_close(ours, wanted)
+        (grad,) = torch.autograd.grad(ours, hidden)
+        assert not grad[1].any()
+        assert grad.isfinite().all()
+
+
+class TestPrecision:
+    """`torch.autocast` does not reach what is float32 by definition."""
+
+    def test_autocast_changes_no_choice_and_no_state(self):
+        torch.manual_seed(0)
+        x, weight, bias = torch.randn(40, 64), torch.randn(16, 64), torch.zeros(16)
+        sources, (query, norm) = torch.randn(3, 40, 64), torch.randn(2, 64)
+        raw = {n: torch.randn(1, 40, 2, 8) for n in "qkvg"}
+        raw |= {"beta": torch.randn(1, 40, 2), "A_log": torch.zeros(2)}
+
+        def results():
+            routing = moe.route(x, weight, bias, 4)
+            state = kda(**raw, output_final_state=True)
+            partials = block_partials(sources, query[None], norm[None])
+            return [routing.ids, routing.weights, *state, mix(sources, query, norm), *partials]
+
+        wanted = results()
+        with torch.autocast("cpu", torch.bfloat16):
+            ours = results()
+        assert [torch.equal(a, b) for a, b in zip(ours, wanted, strict=True)] == [True] * 7
+
+    @pytest.mark.parametrize("op", ["situ", "loss"])
+    def test_a_second_derivative_is_refused_where_there_is_none(self, op):
+        """Backward passes that keep intermediates would give a wrong one, and say nothing."""
+        x = torch.randn(3, 4, requires_grad=True)
+        wide = x * x
+        targets = torch.tensor([0, 1, 2])
+        y = moe.situ_glu(wide, x) if op == "situ" else linear_cross_entropy(wide, x, targets)
+        (grad,) = torch.autograd.grad(y.pow(2).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.sum().backward()
+
+    def test_layouts_cached_while_generating_serve_training(self):
+        cu, weight = torch.tensor([0, 17, 36]), torch.randn(3, 1, 4)
+        with torch.inference_mode():
+            short_conv(torch.randn(1, 36, 3), weight, cu_seqlens=cu)
+        x = torch.randn(1, 36, 3, requires_grad=True)
+        short_conv(x, weight, cu_seqlens=cu)[0].sum().backward()
+        assert x.grad is not None
+
+    def test_a_norm_keeps_its_input_s_dtype(self):
+        x, weight = torch.randn(3, 8).bfloat16(), 1 + torch.randn(8)
+        assert rms_norm(x, weight, 1e-5).dtype == torch.bfloat16
+        mixed = block_partials([x.double()], weight[None].double(), weight[None].double())
+        torch.testing.assert_close(mixed[0][0], x.double(), rtol=1e-15, atol=0)

@@ -37,7 +37,6 @@ K3_FACTS: dict[str, Any] = {
     "dim": 7168,
     "width": 128,
     "value_width": 128,
-    "lower_bound": -5.0,
     "needs_grad": False,
     "with_states": False,
     "taps": 4,

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from openk3.errors import InputError
 from openk3.ops.backends import triton_or_reference
+from openk3.ops.checks import check_kind, check_tensor
 from openk3.ops.packed import Gather, Scatter, check_offsets, sequence_lengths, spaced_layout
 from openk3.ops.precision import wide_dtype
 from openk3.ops.triton_support import triton_runs
@@ -49,15 +50,15 @@ def short_conv(
     a packed row (then B = 1). Returns (y [B, T, D], final state [N, W, D] in x's dtype or None).
     Raises InputError, BackendError.
     """
-    batch, tokens, dim = x.shape
-    taps = weight.shape[-1]
-    if weight.numel() != dim * taps:
-        raise InputError(f"conv weight {list(weight.shape)} does not fit {dim} channels")
+    if x.ndim != 3 or weight.ndim not in (2, 3):
+        raise InputError(f"x {list(x.shape)}, weight {list(weight.shape)}: not [B,T,D], [D,1,W]")
+    (batch, tokens, dim), taps = x.shape, weight.shape[-1]
+    check_kind("x", x)
+    shape = (dim, taps) if weight.ndim == 2 else (dim, 1, taps)
+    check_tensor("conv weight", weight, shape, x.device)
     num = check_offsets(batch, tokens, cu_seqlens)
-    if initial_state is not None and initial_state.shape != (num, taps, dim):
-        raise InputError(
-            f"conv initial_state must be [{num}, {taps}, {dim}], not {list(initial_state.shape)}"
-        )
+    if initial_state is not None:
+        check_tensor("conv initial_state", initial_state, (num, taps, dim), x.device)
     chosen = BACKENDS.resolve(backend, device=x.device, dtype=x.dtype, taps=taps)
     return chosen.load()(
         x,

@@ -8,8 +8,11 @@ Legend: N tokens, d width, V vocabulary.
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from openk3.errors import InputError
+from openk3.ops.checks import check_kind, check_range, check_tensor, readable
 from openk3.ops.precision import wide_dtype
 from openk3.ops.triton_support import launch, power_of_two, triton_runs
 
@@ -30,10 +33,7 @@ def linear_cross_entropy(
         row = head.shape[0] * hidden.element_size()
         chunk_tokens = max(1024, 1_500_000_000 // row) if hidden.is_cuda else 1024
     flat, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    if flat.shape[0] != wanted.shape[0]:
-        raise InputError(f"targets {list(targets.shape)} do not match hidden {list(hidden.shape)}")
-    if not flat.is_cuda:
-        _check_targets(wanted, head.shape[0])
+    _check(hidden, head, targets, chunk_tokens)
     return _LinearCrossEntropy.apply(flat, head, wanted, chunk_tokens)
 
 
@@ -41,19 +41,26 @@ def token_losses(
     hidden: Tensor, head: Tensor, targets: Tensor, *, chunk_tokens: int = 1024
 ) -> Tensor:
     """-log p of every target [...] float32 without gradient; 0 where the target is -100."""
+    _check(hidden, head, targets, chunk_tokens)
     flat, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     losses = []
     with torch.no_grad():
         for h, t in zip(flat.split(chunk_tokens), wanted.split(chunk_tokens), strict=True):
             logits = (h @ head.T).float()
-            losses.append(torch.nn.functional.cross_entropy(logits, t, reduction="none"))
+            losses.append(F.cross_entropy(logits, t.long(), reduction="none"))
     return torch.cat(losses).view(targets.shape)
 
 
-def _check_targets(targets: Tensor, vocab: int) -> None:
-    bad = (targets != IGNORE) & ((targets < 0) | (targets >= vocab))
-    if bool(bad.any()):
-        raise InputError(f"target {int(targets[bad][0])} lies outside the vocabulary [0, {vocab})")
+def _check(hidden: Tensor, head: Tensor, targets: Tensor, chunk_tokens: int) -> None:
+    check_kind("hidden", hidden)
+    check_tensor("head", head, (head.shape[0], hidden.shape[-1]), hidden.device)
+    if head.dtype != hidden.dtype and not torch.is_autocast_enabled(hidden.device.type):
+        raise InputError(f"head is {head.dtype} but hidden {hidden.dtype}")
+    check_tensor("targets", targets, hidden.shape[:-1], hidden.device, kind="integer")
+    if chunk_tokens < 1:
+        raise InputError(f"chunk_tokens must be at least 1, not {chunk_tokens}")
+    if readable(targets):
+        check_range("targets", targets[targets != IGNORE], 0, head.shape[0])
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -78,6 +85,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor):
         d_hidden, d_head = ctx.saved_tensors
         return (
@@ -102,16 +110,16 @@ def _chunk(logits: Tensor, targets: Tensor, wide: torch.dtype) -> tuple[Tensor, 
         return chunk_triton(logits, targets)
     logits = logits.to(wide)
     counted = targets != IGNORE
-    index = targets.clamp(min=0)[:, None]
+    index = targets.clamp(min=0)[:, None].long()
     peak = logits.amax(-1, keepdim=True)
     logits -= peak
     picked = logits.gather(1, index)
     probs = logits.exp_()
     total = probs.sum(-1, keepdim=True)
-    loss = ((total.log() - picked).squeeze(1) * counted).sum()
+    loss = (total.log() - picked).squeeze(1).masked_fill(~counted, 0).sum()
     probs /= total
     probs.scatter_add_(1, index, torch.full_like(picked, -1.0))
-    probs *= counted[:, None]
+    probs.masked_fill_(~counted[:, None], 0)
     return probs, loss
 
 

@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from openk3.errors import InputError
+from openk3.ops.checks import check_kind
 
 
 def check_offsets(batch: int, tokens: int, cu_seqlens: Tensor | None) -> int:
     """The number of sequences. Checks cu_seqlens' form, and its values unless they are on a GPU."""
     if cu_seqlens is None:
         return batch
+    _check_form(batch, cu_seqlens)
     if cu_seqlens.device.type == "cpu":
         return len(sequence_lengths(batch, tokens, cu_seqlens))
-    _check_form(batch, cu_seqlens)
     return cu_seqlens.numel() - 1
 
 
@@ -40,11 +41,9 @@ def sequence_lengths(batch: int, tokens: int, cu_seqlens: Tensor | None) -> list
 
 
 def _check_form(batch: int, cu_seqlens: Tensor) -> None:
-    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
-        raise InputError(
-            f"cu_seqlens must be a 1-D integer tensor of N + 1 offsets, not shape "
-            f"{list(cu_seqlens.shape)} of {cu_seqlens.dtype}"
-        )
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1:
+        raise InputError(f"cu_seqlens must be a 1-D tensor of N + 1 offsets, not {cu_seqlens}")
+    check_kind("cu_seqlens", cu_seqlens, "integer")
     if batch != 1:
         raise InputError(f"with cu_seqlens the batch must be 1 packed row, not {batch}")
 
@@ -90,6 +89,7 @@ class SpacedLayout:
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)  # what generating caches, training saves for backward
 def spaced_layout(lengths: tuple[int, ...], width: int, device: torch.device) -> SpacedLayout:
     """The layout of N sequences of these lengths (empty ones allowed)."""
     length = torch.tensor(lengths, dtype=torch.int64)

@@ -38,6 +38,17 @@ def row_meta(x: Tensor, num_warps: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def dense(x: Tensor) -> Tensor:
+    """x as kernels read it: contiguous, from a multiple of 16 bytes on; a copy only if need be."""
+    x = x.contiguous()
+    return x.clone() if x.storage_offset() * x.element_size() % 16 else x
+
+
+def dense_vector(w: Tensor) -> Tensor:
+    """w [D] or [1, D] as `load_vector` reads it: `dense`, in float32 or bfloat16."""
+    return dense(w.reshape(-1) if w.dtype == torch.bfloat16 else w.reshape(-1).float())
+
+
 @triton.jit
 def _add2(a0, a1, b0, b1):
     return a0 + b0, a1 + b1

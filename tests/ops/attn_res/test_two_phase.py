@@ -91,13 +91,19 @@ def test_planner():
 
 def test_refusals():
     blocks, queries, norms, running = draw(2, 2, 3, 64, torch.float32)
-    with pytest.raises(InputError, match="at most 32"):
+    with pytest.raises(InputError, match=r"queries must be \[2, 64\]"):
         two_phase.block_partials(blocks, queries[:, :32], norms[:, :32])
-    with pytest.raises(InputError, match="one shape"):
+    with pytest.raises(InputError, match="at most 32"):
+        two_phase.block_partials(blocks, queries.repeat(17, 1), norms.repeat(17, 1))
+    with pytest.raises(InputError, match=r"sources must be \[3, 64\]"):
         two_phase.block_partials([blocks[0], blocks[1][:1]], queries, norms)
+    with pytest.raises(InputError, match="1 to 16 sources"):
+        two_phase.block_partials([], queries, norms)
     with pytest.raises(BackendError, match="CUDA device"):
         two_phase.block_partials(blocks, queries, norms, backend="triton")
     with pytest.raises(InputError, match=r"\[T, D\]"):
+        two_phase.merge_running(running[None], running[:, 0], running[None], queries[0], norms[0])
+    with pytest.raises(InputError, match=r"partial must be \[3, 64\]"):
         two_phase.merge_running(running[:1], running[:, 0], running, queries[0], norms[0])
     with pytest.raises(InputError, match=r"must be \[64\]"):
         two_phase.merge_running(running, running[:, 0], running, queries[0, :32], norms[0])

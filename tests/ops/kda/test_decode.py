@@ -123,7 +123,7 @@ def test_a_window_is_replayed_up_to_what_was_accepted(backend, kept):
     pool = layer.pool()
     pending = Pending(*(torch.full((SLOTS, 4, *t.shape[2:]), torch.nan) for t in layer.x[:5]))
     options = {**pool, "slots": slots, "pending": pending, **layer.weights, "backend": backend}
-    first = kda_decode(*layer.tokens(0, 3), accepted=torch.zeros(2), **options)
+    first = kda_decode(*layer.tokens(0, 3), accepted=torch.zeros(2, dtype=torch.int64), **options)
     assert torch.equal(pool["state"], layer.state)
     # the second window's tokens are those that follow the accepted prefix
     rows = [torch.arange(n, n + 4) for n in kept]
@@ -151,7 +151,7 @@ def test_windows_that_exceed_a_tile_together(backend, advance):
     pool = layer.pool()
     pending = Pending(*(torch.full((SLOTS, 12, *t.shape[2:]), torch.nan) for t in layer.x[:5]))
     options = {**pool, "slots": slots, "pending": pending, **layer.weights, "backend": backend}
-    kda_decode(*layer.tokens(0, 12), accepted=torch.zeros(2), **options)
+    kda_decode(*layer.tokens(0, 12), accepted=torch.zeros(2, dtype=torch.int64), **options)
     rows = [torch.arange(n, n + 9) for n in kept]
     window = [torch.stack([t[b, r] for b, r in enumerate(rows)]) for t in layer.x]
     moves = None if advance is None else torch.tensor(advance)
@@ -177,7 +177,7 @@ def test_states_may_move_on_into_the_new_window(backend, advance):
     pool = layer.pool()
     pending = Pending(*(torch.full((SLOTS, 4, *t.shape[2:]), torch.nan) for t in layer.x[:5]))
     options = {**pool, "slots": slots, "pending": pending, **layer.weights, "backend": backend}
-    kda_decode(*layer.tokens(0, 3), accepted=torch.zeros(2), **options)
+    kda_decode(*layer.tokens(0, 3), accepted=torch.zeros(2, dtype=torch.int64), **options)
     moves = torch.tensor(advance)
     second = kda_decode(
         *layer.tokens(2, 5), accepted=torch.tensor([2, 2]), advance=moves, **options
@@ -192,7 +192,7 @@ def test_states_may_move_on_into_the_new_window(backend, advance):
 
 
 def test_windows_may_live_elsewhere_than_the_states(backend):
-    slots, windows, none = torch.tensor([3, 1]), torch.tensor([0, 1]), torch.zeros(2)
+    slots, windows, none = torch.tensor([3, 1]), torch.tensor([0, 1]), torch.zeros(2).int()
     outs = []
     for place, count in ((slots, SLOTS), (windows, 2)):
         layer = Layer(6)
@@ -248,7 +248,51 @@ def test_wrong_shapes_are_named():
     with pytest.raises(InputError, match="state must be float32"):
         kda_decode(*layer.x, **options | {"state": pool["state"].double()})
     with pytest.raises(InputError, match="belong together"):
-        kda_decode(*layer.x, **options, accepted=torch.zeros(2))
+        kda_decode(*layer.x, **options, accepted=torch.zeros(2, dtype=torch.int64))
     pending = Pending(*(torch.zeros(SLOTS, 0, *t.shape[2:]) for t in layer.x[:5]))
     with pytest.raises(InputError, match="do not fit"):
-        kda_decode(*layer.x, **options, pending=pending, accepted=torch.zeros(2))
+        kda_decode(*layer.x, **options, pending=pending, accepted=torch.zeros(2, dtype=torch.int64))
+
+
+ONES = torch.ones(2, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("named", "wrong"),
+    [
+        (r"slots must lie in \[0, 5\); one is 5", {"slots": torch.tensor([0, 5])}),
+        ("slots must be distinct", {"slots": ONES}),
+        ("slots must be of integers", {"slots": torch.tensor([0.0, 1.0])}),
+        (r"slots must be \[2\]", {"slots": ONES[:1]}),
+        ("slots must be a tensor, not list", {"slots": [0, 1]}),
+        ("dt_bias must be a tensor, not NoneType", {"dt_bias": None}),
+        ("conv_weight must be", {"conv_weight": torch.ones(4)}),
+        ("lower_bound", {"lower_bound": 1.0}),
+        (r"accepted must lie in \[0, 4\); one is 4", {"accepted": 4 * ONES}),
+        (r"accepted must lie in \[0, 4\); one is -1", {"accepted": -ONES}),
+        ("accepted must be of integers", {"accepted": torch.ones(2)}),
+        (r"windows must lie in \[0, 5\); one is 7", {"windows": torch.tensor([0, 7])}),
+        ("windows must be distinct", {"windows": ONES}),
+        (r"advance must lie in \[0, 3\); one is 3", {"advance": 3 * ONES}),
+    ],
+)
+def test_wrong_slots_and_counts_are_named(named, wrong):
+    """Where they lie on the host; the states are as they were."""
+    layer = Layer(2)
+    pool = layer.pool()
+    pending = Pending(*(torch.zeros(SLOTS, 3, *t.shape[2:]) for t in layer.x[:5]))
+    options = {**pool, "slots": torch.tensor([3, 1]), **layer.weights}
+    options |= {"pending": pending, "accepted": ONES}
+    with pytest.raises(InputError, match=named):
+        kda_decode(*layer.x, **options | wrong)
+    assert torch.equal(pool["state"], layer.state)
+
+
+def test_padding_rows_may_name_any_window():
+    layer = Layer(2)
+    pending = Pending(*(torch.zeros(SLOTS, 3, *t.shape[2:]) for t in layer.x[:5]))
+    options = {**layer.pool(), "slots": torch.tensor([-1, 1]), **layer.weights}
+    options |= {"pending": pending, "windows": torch.tensor([99, 1])}
+    o = kda_decode(*layer.x, **options, accepted=torch.tensor([-7, 0]))
+    assert not o[0].any()
+    assert o[1].isfinite().all()

@@ -123,10 +123,47 @@ def test_integers_are_refused(name):
         kda(**raw | {name: raw[name].int()})
 
 
-@pytest.mark.parametrize("offsets", [[0, 4], [1, 8], [0, 6, 5, 8]])
+@pytest.mark.parametrize(
+    "offsets", [[0, 4], [1, 8], [0, 6, 5, 8], [0.0, 8.0], [False], [[0, 8]], [], None]
+)
 def test_wrong_cu_seqlens_are_refused(offsets):
+    wrong = [0, 8] if offsets is None else torch.tensor(offsets)
     with pytest.raises(InputError, match="cu_seqlens"):
-        kda(**raw_inputs(1, 8, 2, 8), cu_seqlens=torch.tensor(offsets))
+        kda(**raw_inputs(1, 8, 2, 8), cu_seqlens=wrong)
+
+
+@pytest.mark.parametrize("tokens", [3, 9])
+@pytest.mark.parametrize(
+    ("named", "wrong"),
+    [
+        (r"state_positions must lie in .*; one is 30", {"state_positions": torch.tensor([0, 30])}),
+        (r"state_positions must lie in .*; one is -1", {"state_positions": torch.tensor([-1])}),
+        ("state_positions must be of integers", {"state_positions": torch.tensor([True])}),
+        (r"initial_state must be \[2, 2, 8, 8\]", {"initial_state": torch.zeros(1, 2, 8, 8)}),
+        ("initial_state must be of floating", {"initial_state": torch.zeros(2, 2, 8, 8).int()}),
+        (r"dt_bias must be \[16\]", {"dt_bias": torch.zeros(2, 4)}),
+        ("dt_bias is on meta", {"dt_bias": torch.zeros(16, device="meta")}),
+        ("q must be of floating point", {"q": torch.ones(2, 9, 2, 8).int()}),
+        (r"v \[2, 9, 2\]", {"v": torch.zeros(2, 9, 2)}),
+        ("none of H, K, V zero", {"v": torch.zeros(2, 9, 2, 0)}),
+        ("lower_bound", {"lower_bound": 1.0}),
+        ("lower_bound", {"lower_bound": float("nan")}),
+    ],
+)
+def test_wrong_values_are_named(named, wrong, tokens):
+    raw = raw_inputs(2, 9, 2, 8) | wrong
+    raw = {n: x[:, :tokens] if n in ("q", "k", "v", "g", "beta") else x for n, x in raw.items()}
+    if "v" in wrong and tokens == 3:
+        named = named.replace("9", "3")
+    with pytest.raises(InputError, match=named):
+        kda(**raw)
+
+
+@pytest.mark.parametrize("tokens", [0, 3, 9])
+def test_no_positions_give_no_states(tokens):
+    positions = torch.empty(0, dtype=torch.int64)
+    _, _, states = kda(**raw_inputs(2, tokens, 2, 8), state_positions=positions)
+    assert states.shape == (0, 2, 8, 8)
 
 
 def test_an_impossible_backend_is_an_error():

@@ -22,7 +22,7 @@ def choose(scores, bias):
 @pytest.mark.parametrize("estimator", ["exact", "histogram"])
 def test_two_updates_balance_a_fresh_batch(estimator):
     before, after = [], []
-    for seed in range(5):
+    for seed in range(3):
         rng = torch.Generator().manual_seed(seed)
         popularity = torch.randn(EXPERTS, generator=rng)  # log-normal odds
         bias = torch.zeros(EXPERTS)
@@ -35,8 +35,8 @@ def test_two_updates_balance_a_fresh_batch(estimator):
                 bias = exact_bias(scores, cutoff, TOP_K)
             else:
                 bias = histogram_bias(count_margins(scores, cutoff, bias), bias, TOP_K)
-    assert sorted(before)[2] > 5
-    assert sorted(after)[2] < 0.5
+    assert sorted(before)[1] > 5
+    assert sorted(after)[1] < 0.5
 
 
 def test_histogram_is_bitwise_the_same_for_any_partition_and_near_exact():

@@ -83,10 +83,20 @@ def test_equal_scores_take_the_lowest_ids():
 
 def test_wrong_shapes_are_refused():
     x, router, down, bias = draw()
-    with pytest.raises(InputError, match="E above top_k"):
-        moe.latent_route(x, router, down, bias, 20)
-    with pytest.raises(InputError, match=r"int32 \[20, 1000\]"):
-        moe.latent_route(x, router, down, bias, 4, counts=torch.zeros(20, 1000))
+    counts, valid = torch.zeros(20, 1000, dtype=torch.int32), torch.ones(len(x), dtype=torch.bool)
+    for named, args, options in (
+        ("between 1 and E - 1 = 19", (x, router, down, bias, 20), {}),
+        ("between 1 and E - 1 = 19", (x, router, down, bias, 0), {}),
+        (r"bias \[E\] must be \[20\]", (x, router, down, bias[:1], 4), {}),
+        ("down must be", (x, router, down[:, 1:], bias, 4), {}),
+        ("counts must be of integers", (x, router, down, bias, 4), {"counts": counts.float()}),
+        ("counts must be int32", (x, router, down, bias, 4), {"counts": counts.long()}),
+        (r"counts must be \[20, 1000\]", (x, router, down, bias, 4), {"counts": counts[1:]}),
+        ("valid must be of bool", (x, router, down, bias, 4), {"valid": valid.long()}),
+        (rf"valid must be \[{len(x)}\]", (x, router, down, bias, 4), {"valid": valid[1:]}),
+    ):
+        with pytest.raises(InputError, match=named):
+            moe.latent_route(*args, **options)
 
 
 def test_plain_torch_counts_the_same():

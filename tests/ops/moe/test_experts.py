@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from openk3.errors import InputError
-from openk3.ops.moe import expert_mlp, route, situ_glu
+from openk3.ops.moe import expert_mlp, grouped_linear, route, situ_glu
 from openk3.ops.norm import rms_norm
 
 F64 = torch.float64
@@ -44,6 +44,41 @@ def test_gradients_and_exact_zeros_of_idle_experts():
     assert all(not t.grad[3].any() for t in tensors[2:])
 
 
+@pytest.mark.parametrize("sizes", [(8, 12), (6, 5)])
+def test_rows_of_experts_with_0_and_many_tokens(sizes):
+    """By grouped_mm where widths allow it, and piece by piece; rows past the last end are unset."""
+    torch.manual_seed(1)
+    x, weight = torch.randn(30, sizes[0]), torch.randn(4, sizes[1], sizes[0])
+    ends = torch.tensor([5, 5, 12, 28], dtype=torch.int32)
+    owner = torch.repeat_interleave(torch.arange(4), torch.tensor([5, 0, 7, 16]))
+    wanted = torch.einsum("ri,roi->ro", x[:28], weight[owner])
+    torch.testing.assert_close(grouped_linear(x, weight, ends)[:28], wanted)
+    torch.testing.assert_close(grouped_linear(x, weight, ends.long())[:28], wanted)
+    for named, bad in (
+        (r"\[0, 29\); one is 40", (x[:28], weight, ends + torch.tensor([0, 0, 0, 12]).int())),
+        ("must not decrease", (x, weight, ends.flip(0))),
+        (r"offsets must be \[4\]", (x, weight, ends[:3])),
+        (r"rows must be \[30", (x[:, 1:], weight, ends)),
+    ):
+        with pytest.raises(InputError, match=named):
+            grouped_linear(*bad)
+
+
+@pytest.mark.parametrize("top_k", [1, 4])
+def test_no_tokens_all_experts_and_integers_of_any_width(top_k):
+    torch.manual_seed(2)
+    w1, w3, w2 = torch.randn(4, 12, 8), torch.randn(4, 12, 8), torch.randn(4, 8, 12)
+    x, weights = torch.randn(6, 8), torch.rand(6, top_k)
+    ids = torch.arange(top_k).expand(6, -1)
+    ours = expert_mlp(x, ids, weights, w1, w3, w2)
+    torch.testing.assert_close(ours, looped(x, ids, weights, w1, w3, w2))
+    assert torch.equal(expert_mlp(x, ids.int(), weights, w1, w3, w2), ours)
+    w1.requires_grad_()
+    nothing = expert_mlp(x[:0], ids[:0], weights[:0], w1, w3, w2)
+    assert nothing.shape == (0, 8)
+    assert not torch.autograd.grad(nothing.sum(), w1)[0].any()
+
+
 @pytest.mark.parametrize("beta2", [25.0, None])
 def test_situ_gradients_and_bound(beta2):
     gate, up = (torch.randn(5, 7, dtype=F64, requires_grad=True) for _ in range(2))
@@ -56,15 +91,18 @@ def test_wrong_shapes_are_refused():
     x, ids, weights = torch.zeros(3, 8), torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2)
     w1, w2 = torch.zeros(4, 6, 8), torch.zeros(4, 8, 6)
     assert expert_mlp(x, ids, weights, w1, w1, w2).shape == (3, 8)
-    for bad in (
-        (x[:, :4], ids, weights, w1, w1, w2),
-        (x[:2], ids, weights, w1, w1, w2),
-        (x, ids, weights[:, :1], w1, w1, w2),
+    for named, bad in (
+        (r"x must be \[3, 8\]", (x[:, :4], ids, weights, w1, w1, w2)),
+        (r"x must be \[3, 8\]", (x[:2], ids, weights, w1, w1, w2)),
+        (r"weights must be \[3, 2\]", (x, ids, weights[:, :1], w1, w1, w2)),
+        (r"w3 must be \[4, 6, 8\]", (x, ids, weights, w1, w1[:3], w2)),
+        (r"w2 must be \[4, 8, 6\]", (x, ids, weights, w1, w1, w1)),
+        (r"ids must lie in \[0, 4\); one is 4", (x, ids + 4, weights, w1, w1, w2)),
+        (r"ids must lie in \[0, 4\); one is -1", (x, ids - 1, weights, w1, w1, w2)),
+        ("ids must be of integers", (x, ids.bool(), weights, w1, w1, w2)),
+        ("one dtype", (x, ids, weights, w1, w1, w2.double())),
     ):
-        with pytest.raises(InputError, match=r"must be \[T, 8\]"):
-            expert_mlp(*bad)
-    for bad in ((x, ids, weights, w1, w1[:3], w2), (x, ids, weights, w1, w1, w1)):
-        with pytest.raises(InputError, match=r"\[E, L, F\]"):
+        with pytest.raises(InputError, match=named):
             expert_mlp(*bad)
     with pytest.raises(InputError, match="alike"):
         situ_glu(x, x[:2])
@@ -74,5 +112,5 @@ def test_wrong_shapes_are_refused():
         route(x, torch.zeros(4, 7), torch.zeros(4), 2)
     with pytest.raises(InputError, match="between 1 and"):
         route(x, torch.zeros(4, 8), torch.zeros(4), 4)
-    with pytest.raises(InputError, match="width of x"):
+    with pytest.raises(InputError, match=r"weight must be \[8\]"):
         rms_norm(x, torch.zeros(7), 1e-5)

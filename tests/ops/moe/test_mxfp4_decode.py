@@ -80,7 +80,7 @@ def test_plan_lists_each_pair_once_under_its_expert():
 def test_wrong_shapes_are_refused():
     packed, _ = experts()
     ids, weights = routing(2, 1, 4)
-    with pytest.raises(InputError, match=r"\[T, 128\]"):
+    with pytest.raises(InputError, match=r"x must be \[2, 128\]"):
         mxfp4.mxfp4_expert_mlp(torch.zeros(2, 64), ids, weights, packed)
     with pytest.raises(InputError, match="multiple of 32"):
         layout.pack_matrix(torch.zeros(1, 16, 64).byte(), torch.zeros(1, 16, 4).byte())

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from openk3.errors import InputError
-from openk3.ops.attn_res.reference import mix_reference
+from openk3.ops.attn_res.reference import check_sources, mix_reference
 from openk3.ops.backends import triton_or_reference
+from openk3.ops.checks import check_tensor
 from openk3.ops.norm import rms_norm
 from openk3.ops.triton_support import row_kernel_runs
 
@@ -70,25 +70,17 @@ def mix_norm(
 
     Arguments as of `mix`; out_weight [d]. Returns [..., d]. Raises InputError, BackendError.
     """
-    if out_weight.shape != sources[0].shape[-1:]:
-        raise InputError(f"out_weight {list(out_weight.shape)} must be [{sources[0].shape[-1]}]")
     chosen = _choose(sources, query, norm_weight, backend)
+    check_tensor("out_weight", out_weight, sources[0].shape[-1:], sources[0].device)
     return chosen.mix_norm(sources, query, norm_weight, eps, out_weight, out_eps)
 
 
 def _choose(
     sources: Sequence[Tensor], query: Tensor, norm_weight: Tensor, backend: str | None
 ) -> Any:
-    if not 1 <= len(sources) <= 16:
-        raise InputError(f"mix takes 1 to 16 sources, not {len(sources)}")
-    first = sources[0]
+    first = check_sources(sources)
     dim = first.shape[-1]
-    if any(v.shape != first.shape or v.dtype != first.dtype for v in sources):
-        raise InputError("mix: all sources must have one shape and dtype")
-    if query.numel() != dim or norm_weight.shape != (dim,):
-        raise InputError(
-            f"mix: query {list(query.shape)} and norm_weight {list(norm_weight.shape)} must have "
-            f"the sources' width {dim}"
-        )
+    check_tensor("query", query.reshape(-1), (dim,), first.device)
+    check_tensor("norm_weight", norm_weight, (dim,), first.device)
     chosen = BACKENDS.resolve(backend, device=first.device, dtype=first.dtype, dim=dim)
     return chosen.load()

@@ -5,7 +5,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from openk3.ops.precision import wide_dtype
+from openk3.errors import InputError
+from openk3.ops.checks import check_kind, check_tensor
+from openk3.ops.precision import outside_autocast, wide_dtype
+
+
+def check_sources(sources: Sequence[Tensor]) -> Tensor:
+    """The first of 1 to 16 sources of one shape, dtype and device. Raises InputError."""
+    if not 1 <= len(sources) <= 16:
+        raise InputError(f"AttnRes takes 1 to 16 sources, not {len(sources)}")
+    first = sources[0]
+    if first.ndim == 0:
+        raise InputError("sources must be [..., d], not numbers")
+    check_kind("sources", first)
+    for v in sources[1:]:
+        if v.dtype != first.dtype:
+            raise InputError(f"sources must have one dtype, not {v.dtype} beside {first.dtype}")
+        check_tensor("sources", v, first.shape, first.device)
+    return first
 
 
 def mix_reference(
@@ -14,7 +31,7 @@ def mix_reference(
     """Softmax over depth: (mixed [..., d] in the sources' dtype, weights [..., S] float32)."""
     wide = wide_dtype(sources[0])
     direction = query.reshape(-1).to(wide) * norm_weight.to(wide)
-    scores = torch.stack([_score(v.to(wide), direction, eps) for v in sources], -1)
+    scores = torch.stack([depth_score(v.to(wide), direction, eps) for v in sources], -1)
     weights = scores.softmax(-1)
     mixed = sources[0].to(wide) * weights[..., 0, None]
     for i in range(1, len(sources)):
@@ -22,6 +39,7 @@ def mix_reference(
     return mixed.to(sources[0].dtype), weights
 
 
-def _score(v: Tensor, direction: Tensor, eps: float) -> Tensor:
-    """RMS-normed key times query, without forming the key."""
-    return (v @ direction) * torch.rsqrt(v.pow(2).mean(-1) + eps)
+def depth_score(v: Tensor, direction: Tensor, eps: float) -> Tensor:
+    """RMS-normed key times query, without forming the key. v [..., d], direction [d] -> [...]."""
+    with outside_autocast(v.device):
+        return (v @ direction) * torch.rsqrt(v.pow(2).mean(-1) + eps)

@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from openk3.ops.attn_res import kernels, ring
 from openk3.ops.norm.triton_norm import rms_norm_backward
-from openk3.ops.row_kernels import few_warps, row_layout, row_meta
+from openk3.ops.row_kernels import dense, dense_vector, few_warps, row_layout, row_meta
 from openk3.ops.triton_support import launch, num_sms
 
 
@@ -142,10 +143,11 @@ class _Mix(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads: Tensor):
         query, norm_weight, stats, *sources = ctx.saved_tensors
         d_sources, d_query, d_norm = launch_backward(
-            sources, query, norm_weight, grads[0].contiguous(), stats
+            sources, query, norm_weight, dense(grads[0]), stats
         )
         return d_query, d_norm, None, *d_sources
 
@@ -166,15 +168,16 @@ class _MixNorm(torch.autograd.Function):
         return normed
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads: Tensor):
         query, norm_weight, out_weight, out, stats, *sources = ctx.saved_tensors
-        d_out, d_out_weight = rms_norm_backward(grads[0].contiguous(), out, out_weight, ctx.out_eps)
+        d_out, d_out_weight = rms_norm_backward(dense(grads[0]), out, out_weight, ctx.out_eps)
         d_sources, d_query, d_norm = launch_backward(sources, query, norm_weight, d_out, stats)
         return d_query, d_norm, None, d_out_weight, None, *d_sources
 
 
 def _flat(sources: Sequence[Tensor]) -> list[Tensor]:
-    return [v.reshape(-1, v.shape[-1]).contiguous() for v in sources]
+    return [dense(v.reshape(-1, v.shape[-1])) for v in sources]
 
 
 def mix(
@@ -187,7 +190,7 @@ def mix(
     """(mixed, weights [..., S] float32 without gradient, or None)."""
     flat = _flat(sources)
     lead = sources[0].shape
-    query = query.reshape(-1)
+    query, norm_weight = dense_vector(query), dense_vector(norm_weight)
     mixed = _Mix.apply(query, norm_weight, eps, *flat).view(lead)
     if not return_weights:
         return mixed, None
@@ -207,7 +210,6 @@ def mix_norm(
     out_eps: float,
 ) -> Tensor:
     """RMSNorm(mix(sources)) in one pass over memory; the mixed row is written only for autograd."""
-    normed = _MixNorm.apply(
-        query.reshape(-1), norm_weight, eps, out_weight, out_eps, *_flat(sources)
-    )
+    query, norm_weight, out_weight = map(dense_vector, (query, norm_weight, out_weight))
+    normed = _MixNorm.apply(query, norm_weight, eps, out_weight, out_eps, *_flat(sources))
     return normed.view(sources[0].shape)

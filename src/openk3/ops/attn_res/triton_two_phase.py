@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from openk3.ops.attn_res import two_phase_kernels as kernels
-from openk3.ops.row_kernels import few_warps, row_meta
+from openk3.ops.row_kernels import dense, dense_vector, few_warps, row_meta
 from openk3.ops.triton_support import launch, num_sms, power_of_two
 
 
@@ -14,7 +14,7 @@ def block_partials(
     sources: Sequence[Tensor], queries: Tensor, norm_weights: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """As `two_phase.block_partials`: S sources [T, D] -> partials [Q, T, D], log-sum-exp [Q, T]."""
-    flat = [v.contiguous() for v in sources]
+    flat = [dense(v) for v in sources]
     tokens, dim = flat[0].shape
     num_queries = queries.shape[0]
     out = flat[0].new_empty(num_queries, tokens, dim)
@@ -38,13 +38,13 @@ def merge_running(
 ) -> Tensor:  # fmt: skip
     """As `two_phase.merge_running` of one query: partial, running [T, D], lse [T] -> [T, D]."""
     tokens, dim = running.shape
-    weight, out_eps = out_norm or (None, 0.0)
+    weight, out_eps = (dense_vector(out_norm[0]), out_norm[1]) if out_norm else (None, 0.0)
     out = torch.empty_like(running)
     if tokens:
         launch(
             kernels.merge_running, (max(1, min(tokens, 3 * num_sms(running.device))),),
-            partial.contiguous(), lse.contiguous(), running.contiguous(), query, norm_weight,
-            weight, out, tokens, eps, out_eps,
+            dense(partial), lse.contiguous(), dense(running), dense_vector(query),
+            dense_vector(norm_weight), weight, out, tokens, eps, out_eps,
             NORM=out_norm is not None, **row_meta(running, few_warps(dim, running.dtype)),
         )  # fmt: skip
     return out

@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from openk3.errors import InputError
+from openk3.ops.attn_res.reference import check_sources, depth_score
 from openk3.ops.backends import triton_or_reference
+from openk3.ops.checks import check_kind, check_tensor
 from openk3.ops.norm import rms_norm
+from openk3.ops.precision import outside_autocast, wide_dtype
 from openk3.ops.triton_support import triton_runs
 
 
@@ -49,19 +52,21 @@ def plan_bytes(
 class _Reference:
     @staticmethod
     def block_partials(sources, queries, norm_weights, eps):
-        stacked = torch.stack([v.float() for v in sources])
+        wide = wide_dtype(sources[0])
+        stacked = torch.stack([v.to(wide) for v in sources])
         rstd = torch.rsqrt(stacked.pow(2).mean(-1) + eps)
-        keys = queries.float() * norm_weights.float()
-        scores = torch.einsum("ntd,qd->qtn", stacked, keys) * rstd.T
-        mixed = torch.einsum("qtn,ntd->qtd", scores.softmax(-1), stacked)
+        keys = queries.to(wide) * norm_weights.to(wide)
+        with outside_autocast(keys.device):
+            scores = torch.einsum("ntd,qd->qtn", stacked, keys) * rstd.T
+            mixed = torch.einsum("qtn,ntd->qtd", scores.softmax(-1), stacked)
         return mixed.to(sources[0].dtype), scores.logsumexp(-1)
 
     @staticmethod
     def merge_running(partial, lse, running, query, norm_weight, eps, out_norm):
-        p = running.float()
-        score = (p @ (query.float() * norm_weight.float())) * torch.rsqrt(p.pow(2).mean(-1) + eps)
+        p = running.to(wide_dtype(running))
+        score = depth_score(p, query.to(p.dtype) * norm_weight.to(p.dtype), eps)
         share = torch.sigmoid(score - lse)[:, None]
-        mixed = ((1 - share) * partial.float() + share * p).to(running.dtype)
+        mixed = ((1 - share) * partial.to(p.dtype) + share * p).to(running.dtype)
         return mixed if out_norm is None else rms_norm(mixed, *out_norm, backend="reference")
 
 
@@ -95,15 +100,15 @@ def block_partials(
     sources: 1 to 16 finished blocks [T, D]; queries, norm_weights [Q, D], Q at most 32. No grad.
     Raises InputError, BackendError.
     """
-    first = sources[0]
-    if not 1 <= len(sources) <= 16 or any(v.shape != first.shape for v in sources):
-        raise InputError(f"block_partials takes 1 to 16 sources of one shape, not {len(sources)}")
-    num_queries, dim = queries.shape
-    if norm_weights.shape != queries.shape or dim != first.shape[-1] or num_queries > 32:
+    first = check_sources(sources)
+    if first.ndim != 2 or queries.ndim != 2 or not 1 <= queries.shape[0] <= 32:
         raise InputError(
-            f"queries {list(queries.shape)} and norm_weights {list(norm_weights.shape)} must be "
-            f"[Q, {first.shape[-1]}] with Q at most 32"
+            f"sources {list(first.shape)}, queries {list(queries.shape)} must be [T, D] and [Q, D] "
+            "with Q at most 32"
         )
+    dim = first.shape[1]
+    check_tensor("queries", queries, (queries.shape[0], dim), first.device)
+    check_tensor("norm_weights", norm_weights, queries.shape, first.device)
     chosen = BACKENDS.resolve(backend, device=first.device, dtype=first.dtype, dim=dim)
     with torch.no_grad():
         return chosen.load().block_partials(sources, queries, norm_weights, eps)
@@ -126,16 +131,19 @@ def merge_running(
     eps) returns the RMSNorm of the mix, in the same pass. No gradient. Raises InputError,
     BackendError.
     """
-    dim = running.shape[-1]
-    if partial.shape != running.shape or lse.shape != running.shape[:-1]:
+    if running.ndim != 2 or partial.dtype != running.dtype:
         raise InputError(
-            f"partial {list(partial.shape)}, lse {list(lse.shape)}, running {list(running.shape)} "
-            "must be [T, D], [T], [T, D]"
+            f"running {list(running.shape)} of {running.dtype} must be [T, D] and of partial's "
+            f"dtype {partial.dtype}"
         )
-    if query.numel() != dim or norm_weight.shape != (dim,):
-        raise InputError(
-            f"query {list(query.shape)} and norm_weight {list(norm_weight.shape)} must be [{dim}]"
-        )
+    device, dim = running.device, running.shape[1]
+    check_kind("running", running)
+    check_tensor("partial", partial, running.shape, device)
+    check_tensor("lse", lse, running.shape[:1], device)
+    check_tensor("query", query.reshape(-1), (dim,), device)
+    check_tensor("norm_weight", norm_weight, (dim,), device)
+    if out_norm is not None:
+        check_tensor("out_norm's weight", out_norm[0], (dim,), device)
     chosen = BACKENDS.resolve(backend, device=running.device, dtype=running.dtype, dim=dim)
     with torch.no_grad():
         return chosen.load().merge_running(

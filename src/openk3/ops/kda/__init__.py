@@ -9,6 +9,7 @@ from openk3.ops.backends import Backend, BackendTable, always
 from openk3.ops.kda import external
 from openk3.ops.kda.call import KdaCall
 from openk3.ops.packed import sequence_lengths
+from openk3.ops.precision import outside_autocast
 from openk3.ops.triton_support import triton_runs
 
 RECURRENT_BELOW = 5  # up to this many tokens a sequence, the recurrence is cheaper than a chunk
@@ -30,7 +31,6 @@ def _triton_usable(
     dtype: torch.dtype,
     width: int,
     value_width: int = 0,
-    lower_bound: float = -5.0,
     needs_grad: bool = False,
     with_states: bool = False,
     **_: Any,
@@ -39,8 +39,6 @@ def _triton_usable(
         return False, f"the kernels multiply in bfloat16; {dtype} inputs keep their precision"
     if width not in (64, 128) or value_width not in (0, width):
         return False, f"the kernels take K = V of 64 or 128, not {width} and {value_width}"
-    if not -5.0 <= lower_bound < 0:
-        return False, f"16 tokens of lower_bound {lower_bound} would leave float32's range"
     if with_states and needs_grad:
         return False, "the states at state_positions carry no gradient"
     return triton_runs(device)
@@ -104,7 +102,7 @@ def kda(
         A_log,
         dt_bias,
         lower_bound,
-        q.shape[-1] ** -0.5 if scale is None else scale,
+        max(q.shape[-1], 1) ** -0.5 if scale is None else scale,
         initial_state,
         cu_seqlens,
         output_final_state,
@@ -117,7 +115,6 @@ def kda(
         dtype=q.dtype,
         width=q.shape[-1],
         value_width=v.shape[-1],
-        lower_bound=lower_bound,
         needs_grad=call.needs_grad,
         with_states=state_positions is not None,
     )
@@ -140,7 +137,8 @@ def kda_reference(call: KdaCall) -> Any:
     few = max(lengths, default=0) < RECURRENT_BELOW
     form = reference.recurrent if few else reference.chunkwise
     state = state.to(active[0].dtype)
-    o, final, states = form(*active, state, lengths, state_positions=call.state_positions)
+    with outside_autocast(q.device):
+        o, final, states = form(*active, state, lengths, state_positions=call.state_positions)
     o = o.view(v.shape).to(v.dtype)
     last = final if call.output_final_state else None
     return (o, last) if call.state_positions is None else (o, last, states)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from openk3.errors import InputError
+from openk3.ops.checks import check_range, check_tensor
 from openk3.ops.packed import check_offsets
 
 
@@ -59,34 +60,34 @@ class KdaCall:
         return wanted and torch.is_grad_enabled()
 
     def check(self) -> None:
-        """Raises InputError on a shape or device that does not fit q."""
-        if self.q.ndim != 4:
-            raise InputError(f"q must be [B, T, H, K], not {list(self.q.shape)}")
-        batch, tokens, heads, width = self.q.shape
-        for name, shape in (
-            ("k", (batch, tokens, heads, width)),
-            ("v", (batch, tokens, heads, self.v.shape[-1])),
-            ("g", (batch, tokens, heads, width)),
-            ("beta", (batch, tokens, heads)),
-            ("A_log", (heads,)),
-        ):
-            x = getattr(self, name)
-            if tuple(x.shape) != shape:
-                raise InputError(f"{name} must be {list(shape)} to fit q, not {list(x.shape)}")
-            if not x.is_floating_point():
-                raise InputError(f"{name} must be of floating point, not {x.dtype}")
-            if x.device != self.q.device:
-                raise InputError(f"{name} is on {x.device} but q on {self.q.device}")
-        if self.dt_bias is not None and self.dt_bias.numel() != heads * width:
+        """Raises InputError on a shape, dtype, device or number that does not fit q."""
+        q, v, device = self.q, self.v, self.q.device
+        if q.ndim != 4 or v.ndim != 4 or 0 in (*q.shape[2:], v.shape[3]):
             raise InputError(
-                f"dt_bias must hold {heads * width} values, not {self.dt_bias.numel()}"
+                f"q {list(q.shape)}, v {list(v.shape)} must be [B, T, H, K], [B, T, H, V], none of "
+                "H, K, V zero"
+            )
+        batch, tokens, heads, width = q.shape
+        wanted = {
+            **dict.fromkeys("qkg", q.shape),
+            "v": (batch, tokens, heads, v.shape[3]),
+            "beta": (batch, tokens, heads),
+            "A_log": (heads,),
+        }
+        for name, shape in wanted.items():
+            check_tensor(name, getattr(self, name), shape, device)
+        if self.dt_bias is not None:
+            check_tensor("dt_bias", self.dt_bias.reshape(-1), (heads * width,), device)
+        if not -5.0 <= self.lower_bound < 0:
+            raise InputError(
+                f"lower_bound must lie in [-5, 0), not be {self.lower_bound}: 16 tokens of a lower "
+                "one would leave float32's range"
             )
         check_offsets(batch, tokens, self.cu_seqlens)
-        if self.initial_state is not None and tuple(self.initial_state.shape) != self.state_shape:
-            raise InputError(
-                f"initial_state must be {list(self.state_shape)} for {self.num_seqs} sequences, "
-                f"not {list(self.initial_state.shape)}"
-            )
-        wanted = self.state_positions
-        if wanted is not None and (wanted.ndim != 1 or wanted.is_floating_point()):
-            raise InputError("state_positions must be a 1-D integer tensor of token indices")
+        if self.initial_state is not None:
+            check_tensor("initial_state", self.initial_state, self.state_shape, device)
+        positions = self.state_positions
+        if positions is not None:
+            shape = (positions.numel(),)
+            check_tensor("state_positions", positions, shape, positions.device, kind="integer")
+            check_range("state_positions", positions, 0, batch * tokens)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from openk3.errors import InputError
 from openk3.ops.backends import triton_or_reference
+from openk3.ops.checks import check_distinct, check_range, check_tensor, readable
 from openk3.ops.triton_support import triton_runs
 
 TAPS = 4
@@ -151,15 +152,19 @@ def kda_decode(
     is 0). T and P are at most 16 for the kernels. Returns o [B,T,H,D] in gate's dtype.
     Raises InputError, BackendError.
     """
+    if q.ndim != 4 or 0 in q.shape[1:]:
+        raise InputError(f"q must be [B, T, H, D], none of T, H, D zero; not {list(q.shape)}")
     heads, width = q.shape[2:]
     packed = isinstance(conv_weight, Tensor)
+    if packed and conv_weight.ndim != 4:
+        raise InputError(f"conv_weight must be [3, W, H, D], not {list(conv_weight.shape)}")
     step = Step(
         (q, k, v, g, beta),
         gate,
         conv_weight.unbind(0) if packed else _by_tap(conv_weight, heads),
         conv_state,
         state,
-        slots.int(),
+        slots,
         A_log,
         dt_bias,
         lower_bound,
@@ -167,52 +172,79 @@ def kda_decode(
         norm_weight,
         eps,
         pending,
-        None if accepted is None else accepted.int(),
-        (slots if windows is None else windows).int(),
-        None if advance is None else advance.int(),
+        accepted,
+        slots if windows is None else windows,
+        advance,
     )
     _check(step)
+    step = step._replace(
+        slots=slots.int(),
+        accepted=None if accepted is None else accepted.int(),
+        windows=step.windows.int(),
+        advance=None if advance is None else advance.int(),
+    )
     window = q.shape[1] if pending is None else pending.q.shape[1]
     return BACKENDS.resolve(backend, device=q.device, width=width, window=window).load()(step)
 
 
 def _check(step: Step) -> None:
-    batch, tokens, heads, width = step.inputs[0].shape
+    q = step.inputs[0]
+    batch, tokens, heads, width = q.shape
     num = step.state.shape[0]
     wanted = {
-        "k": (step.inputs[1], (batch, tokens, heads, width)),
-        "v": (step.inputs[2], (batch, tokens, heads, width)),
-        "g": (step.inputs[3], (batch, tokens, heads, width)),
-        "beta": (step.inputs[4], (batch, tokens, heads)),
-        "gate": (step.gate, (batch, tokens, heads, width)),
+        "q": (q, q.shape),
+        "k": (step.inputs[1], q.shape),
+        "v": (step.inputs[2], q.shape),
+        "g": (step.inputs[3], q.shape),
+        "beta": (step.inputs[4], q.shape[:3]),
+        "gate": (step.gate, q.shape),
         **{f"conv_weight[{i}]": (w, (TAPS, heads, width)) for i, w in enumerate(step.taps)},
         "conv_state": (step.conv_state, (num, 3, TAPS, heads, width)),
         "state": (step.state, (num, heads, width, width)),
-        "slots": (step.slots, (batch,)),
-        "windows": (step.windows, (batch,)),
         "A_log": (step.A_log, (heads,)),
         "dt_bias": (step.dt_bias, (heads * width,)),
         "norm_weight": (step.norm_weight, (width,)),
     }
+    numbers = {"slots": step.slots, "windows": step.windows}
     if (step.pending is None) != (step.accepted is None):
         raise InputError("pending and accepted belong together; one of them is missing")
     if step.pending is None and step.advance is not None:
         raise InputError("advance is for rows with a pending window; others advance by every token")
-    if step.pending is not None and step.accepted is not None:
+    if step.pending is not None:
         many, capacity = step.pending.q.shape[:2]
         if tokens > capacity:
             raise InputError(f"{tokens} new tokens do not fit a pending window of {capacity}")
-        for name in ("q", "k", "v", "g"):
-            wanted[f"pending.{name}"] = getattr(step.pending, name), (many, capacity, heads, width)
-        wanted["pending.beta"] = step.pending.beta, (many, capacity, heads)
-        wanted["accepted"] = step.accepted, (batch,)
+        for name, x in step.pending._asdict().items():
+            wanted[f"pending.{name}"] = x, (many, capacity, heads, width)[: 3 + (name != "beta")]
+        numbers["accepted"] = step.accepted
     if step.advance is not None:
-        wanted["advance"] = step.advance, (batch,)
+        numbers["advance"] = step.advance
     for name, (x, shape) in wanted.items():
-        if tuple(x.shape) != shape:
-            raise InputError(f"{name} must be {list(shape)}, not {list(x.shape)}")
+        check_tensor(name, x, shape, q.device)
+    for name, x in numbers.items():
+        check_tensor(name, x, (batch,), q.device, kind="integer")
     for name, x in (("state", step.state), ("conv_state", step.conv_state)):
         if x.shape[0] and not x[0].is_contiguous():
             raise InputError(f"{name} is written in place: each slot must be contiguous")
     if step.state.dtype != torch.float32:
         raise InputError(f"state must be float32, not {step.state.dtype}")
+    if not -5.0 <= step.lower_bound < 0:
+        raise InputError(f"lower_bound must lie in [-5, 0), not be {step.lower_bound}")
+    if readable(step.slots):
+        _check_values(step)
+
+
+def _check_values(step: Step) -> None:
+    """Slots and counts of the rows that are no padding."""
+    real = step.slots >= 0
+    tokens, num = step.inputs[0].shape[1], step.state.shape[0]
+    check_range("slots", step.slots[real], 0, num)
+    check_distinct("slots", step.slots[real])
+    if step.pending is None or step.accepted is None:
+        return
+    many, capacity = step.pending.q.shape[:2]
+    check_range("windows", step.windows[real], 0, many)
+    check_distinct("windows", step.windows[real])
+    check_range("accepted", step.accepted[real], 0, capacity + 1)
+    if step.advance is not None:
+        check_range("advance", step.advance[real], 0, tokens + 1)

@@ -11,6 +11,7 @@ from torch import Tensor
 from openk3.ops.kda import reference
 from openk3.ops.kda.decode import TAPS, Step
 from openk3.ops.norm import gated_head_norm
+from openk3.ops.precision import outside_autocast
 
 
 @torch.no_grad()
@@ -18,11 +19,12 @@ def step_reference(step: Step) -> Tensor:
     """Plain torch, all rows at once."""
     real = step.slots >= 0
     out = torch.zeros_like(step.gate)
-    if not bool(real.all()):
-        if bool(real.any()):
-            out[real] = _rows(step, step.slots[real].long(), real)
-        return out
-    return _rows(step, step.slots.long(), slice(None)) if len(out) else out
+    with outside_autocast(out.device):
+        if not bool(real.all()):
+            if bool(real.any()):
+                out[real] = _rows(step, step.slots[real].long(), real)
+            return out
+        return _rows(step, step.slots.long(), slice(None)) if len(out) else out
 
 
 def _rows(step: Step, slots: Tensor, rows: Any) -> Tensor:
@@ -31,7 +33,7 @@ def _rows(step: Step, slots: Tensor, rows: Any) -> Tensor:
     S, tails = step.state[slots], step.conv_state[slots]
     if step.pending is None or step.accepted is None:
         o, S, history = _run(step, new, S, tails)
-        step.state[slots], step.conv_state[slots] = S, history[:, :, -TAPS:]
+        tails = history[:, :, -TAPS:]
     else:
         accepted = step.accepted[rows].long()
         windows = step.windows[rows].long()
@@ -39,9 +41,9 @@ def _rows(step: Step, slots: Tensor, rows: Any) -> Tensor:
         o = _run(step, new, S, tails)[0]
         if step.advance is not None:
             S, tails = _replay(step, new, step.advance[rows].long(), S, tails)
-        step.state[slots], step.conv_state[slots] = S, tails
         for cache, x in zip(step.pending, new, strict=True):
-            cache[windows, : x.shape[1]] = x
+            cache[windows, : x.shape[1]] = x.to(cache.dtype)
+    step.state[slots], step.conv_state[slots] = S, tails.to(step.conv_state.dtype)
     return gated_head_norm(o, step.norm_weight, step.gate[rows], step.eps)
 
 

@@ -91,7 +91,8 @@ def recurrent(
         start += length
     states = None
     if state_positions is not None:
-        states = torch.stack([kept[t] for t in state_positions.tolist()])
+        kept_P = [kept[t] for t in state_positions.tolist()]
+        states = torch.stack(kept_P) if kept_P else state.new_zeros(0, *state.shape[1:])
     out = torch.stack(outs).view_as(v) if outs else torch.zeros_like(v)
     return out, torch.stack(finals) if finals else state, states
 

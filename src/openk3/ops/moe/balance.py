@@ -11,17 +11,26 @@ Legend: T tokens, E experts.
 import torch
 from torch import Tensor
 
+from openk3.errors import InputError
+from openk3.ops.checks import check_tensor
 from openk3.ops.triton_support import triton_runs
 
 NUM_BINS = 1000
 
 
 def exact_bias(scores: Tensor, cutoff: Tensor, top_k: int) -> Tensor:
-    """The mean-centred bias [E] from all tokens at once. scores [T, E], cutoff [T]."""
-    margins = (cutoff - scores.T).sort(dim=1).values  # [E, T]
-    at = top_k / scores.shape[1] * (scores.shape[0] - 1)
-    lower, upper = margins[:, int(at)], margins[:, min(int(at) + 1, scores.shape[0] - 1)]
-    bias = torch.lerp(lower, upper, at - int(at))
+    """The mean-centred bias [E] from all tokens at once, at least one. scores [T, E], cutoff [T].
+
+    Raises InputError.
+    """
+    check_tensor("cutoff", cutoff, scores.shape[:1], scores.device)
+    if not scores.shape[0]:
+        raise InputError("exact_bias needs at least one token")
+    tokens, num_experts = scores.shape
+    at = top_k / num_experts * (tokens - 1)
+    least = min(int(at) + 2, tokens)  # as many of each expert's [E, T] margins are ever looked at
+    margins = (cutoff - scores.T).topk(least, dim=1, largest=False).values
+    bias = torch.lerp(margins[:, int(at)], margins[:, -1], at - int(at))
     return bias - bias.mean()
 
 
@@ -33,6 +42,11 @@ def count_margins(
     scores [T, E], cutoff [T], bias [E] the bias the cutoffs were made with, valid [T] bool masks
     padding. Counts of several parts of a step simply add. On a GPU nothing waits for the device.
     """
+    tokens, num_experts = scores.shape
+    check_tensor("cutoff", cutoff, (tokens,), scores.device)
+    check_tensor("bias", bias, (num_experts,), scores.device)
+    if valid is not None:
+        check_tensor("valid", valid, (tokens,), scores.device, kind="bool")
     if scores.is_cuda and triton_runs(scores.device)[0]:
         from openk3.ops.moe.triton_router import count_margins_triton
 
@@ -41,7 +55,6 @@ def count_margins(
         scores, cutoff = scores[valid], cutoff[valid]
     low, width = bin_range(bias)
     bins = ((cutoff[:, None] - scores - low) / width).long().clamp_(0, NUM_BINS - 1)
-    num_experts = scores.shape[1]
     flat = bins + torch.arange(num_experts, device=bins.device) * NUM_BINS
     counts = torch.bincount(flat.view(-1), minlength=num_experts * NUM_BINS)
     return counts.view(num_experts, NUM_BINS)

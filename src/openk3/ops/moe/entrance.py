@@ -11,8 +11,9 @@ from torch.nn import functional as F
 
 from openk3.errors import InputError
 from openk3.ops.backends import triton_or_reference
+from openk3.ops.checks import check_tensor
 from openk3.ops.moe.balance import NUM_BINS, count_margins
-from openk3.ops.moe.router import route_reference, router_kernel_runs
+from openk3.ops.moe.router import check_router, route_reference, router_kernel_runs
 
 
 class LatentRouting(NamedTuple):
@@ -50,18 +51,14 @@ def latent_route(
     exactly this call's tokens; pass None when a forward pass is repeated or not trained on. valid
     [T] bool marks real tokens for it. Raises InputError, BackendError.
     """
-    if router.shape[0] <= top_k or x.shape[1] != router.shape[1] or x.shape[1] != down.shape[1]:
-        raise InputError(
-            f"x {list(x.shape)}, router {list(router.shape)}, down {list(down.shape)} must be "
-            f"[T, D], [E, D], [L, D] with E above top_k = {top_k}"
-        )
-    if counts is not None and (
-        counts.shape != (router.shape[0], NUM_BINS) or counts.dtype != torch.int32
-    ):
-        raise InputError(
-            f"counts {list(counts.shape)} of {counts.dtype} must be int32 "
-            f"[{router.shape[0]}, {NUM_BINS}]"
-        )
+    check_router(x, router, bias, top_k)
+    check_tensor("down", down, (down.shape[0], x.shape[1]), x.device)
+    if valid is not None:
+        check_tensor("valid", valid, x.shape[:1], x.device, kind="bool")
+    if counts is not None:
+        check_tensor("counts", counts, (router.shape[0], NUM_BINS), x.device, kind="integer")
+        if counts.dtype != torch.int32:
+            raise InputError(f"counts must be int32, not {counts.dtype}")
     dtype = torch.promote_types(torch.promote_types(x.dtype, router.dtype), down.dtype)
     facts = {"device": x.device, "dtype": dtype, "num_experts": router.shape[0]}
     implementation = BACKENDS.resolve(backend, **facts).load()

@@ -13,7 +13,9 @@ from torch.nn import functional as F
 from openk3.errors import InputError
 from openk3.ops import mx
 from openk3.ops.backends import triton_or_reference
+from openk3.ops.checks import check_range, check_tensor, readable
 from openk3.ops.moe.situ import situ_glu
+from openk3.ops.precision import outside_autocast, wide_dtype
 from openk3.ops.triton_support import triton_runs
 
 
@@ -30,8 +32,9 @@ class Permutation:
 
 
 def sort_by_expert(ids: Tensor, num_experts: int) -> Permutation:
-    """ids [T, k] -> the stable expert-sorted order."""
-    flat = ids.reshape(-1)
+    """ids [T, k] integers in [0, num_experts) -> the stable expert-sorted order."""
+    check_range("ids", ids, 0, num_experts)
+    flat = ids.reshape(-1).long()
     order = torch.argsort(flat, stable=True)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(flat.numel(), device=flat.device)
@@ -54,12 +57,23 @@ class _Permute(torch.autograd.Function):
 
 
 def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """x [R, in] with rows grouped by expert, weight [E, out, in], offsets [E] -> [R, out]."""
+    """x [R, in] with rows grouped by expert, weight [E, out, in], offsets [E] int32 -> [R, out].
+
+    offsets: the end of each expert's rows, rising. Rows past the last one's come out unset. Raises
+    InputError; on a GPU the values of offsets are trusted.
+    """
+    check_tensor("rows", x, (x.shape[0], weight.shape[-1]), weight.device)
+    check_tensor("offsets", offsets, weight.shape[:1], x.device, kind="integer")
+    if readable(offsets) and bool((offsets.diff(prepend=offsets.new_zeros(1)) < 0).any()):
+        raise InputError(f"offsets must not decrease: {offsets.tolist()[:16]}")
+    check_range("offsets", offsets, 0, x.shape[0] + 1)
     if _grouped_mm_takes(x, weight):
-        return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets.int())
     sizes = offsets.diff(prepend=offsets.new_zeros(1)).tolist()
-    pieces = [F.linear(rows, w) for rows, w in zip(x.split(sizes), weight.unbind(0), strict=True)]
-    return torch.cat(pieces)
+    tail = x.shape[0] - sum(sizes)
+    pieces = zip(x.split([*sizes, tail])[:-1], weight.unbind(0), strict=True)
+    out = [F.linear(rows, w) for rows, w in pieces]
+    return torch.cat([*out, x.new_empty(tail, weight.shape[1])])
 
 
 def _grouped_mm_takes(x: Tensor, weight: Tensor) -> bool:
@@ -71,14 +85,16 @@ def _grouped_mm_takes(x: Tensor, weight: Tensor) -> bool:
 
 def permute(x: Tensor, perm: Permutation, top_k: int) -> Tensor:
     """x [T, L] -> rows [R, L], each token once for each of its experts, grouped by expert."""
-    repeated = x[:, None].expand(-1, top_k, -1).reshape(x.shape[0] * top_k, -1)
+    repeated = x[:, None].expand(-1, top_k, -1).reshape(x.shape[0] * top_k, x.shape[1])
     return _Permute.apply(repeated, perm.order, perm.inverse)
 
 
 def combine(rows: Tensor, perm: Permutation, weights: Tensor) -> Tensor:
     """rows [R, L] grouped by expert, weights [T, k] -> weighted sums [T, L], added in float32."""
-    back = _Permute.apply(rows, perm.inverse, perm.order).view(*weights.shape, -1)
-    return torch.einsum("tkl,tk->tl", back.to(weights.dtype), weights).to(rows.dtype)
+    back = _Permute.apply(rows, perm.inverse, perm.order).view(*weights.shape, rows.shape[1])
+    wide = wide_dtype(rows)
+    with outside_autocast(rows.device):
+        return torch.einsum("tkl,tk->tl", back.to(wide), weights.to(wide)).to(rows.dtype)
 
 
 def grouped_mlp(
@@ -151,18 +167,18 @@ def expert_mlp(
     x [T, L]; ids, weights [T, k]; w1, w3 [E, F, L], w2 [E, L, F]. Accumulated in float32, returned
     [T, L] in x's dtype. Raises InputError, BackendError.
     """
+    if w1.ndim != 3 or ids.ndim != 2 or not ids.shape[1]:
+        raise InputError(
+            f"w1 {list(w1.shape)}, ids {list(ids.shape)} must be [E, F, L] and [T, k], k at least 1"
+        )
     num_experts, inner, latent = w1.shape
-    fits = x.ndim == 2 and x.shape[1] == latent and ids.shape == weights.shape
-    if not fits or ids.ndim != 2 or ids.shape[0] != x.shape[0]:
-        raise InputError(
-            f"x {list(x.shape)}, ids {list(ids.shape)}, weights {list(weights.shape)} must be "
-            f"[T, {latent}], [T, k], [T, k]"
-        )
-    if w3.shape != w1.shape or w2.shape != (num_experts, latent, inner):
-        raise InputError(
-            f"w3 {list(w3.shape)} and w2 {list(w2.shape)} do not match w1 [E, F, L] = "
-            f"{list(w1.shape)}: they must be [E, F, L] and [E, L, F]"
-        )
+    check_tensor("x", x, (ids.shape[0], latent), w1.device)
+    check_tensor("ids", ids, ids.shape, w1.device, kind="integer")
+    check_tensor("weights", weights, ids.shape, w1.device)
+    check_tensor("w3", w3, w1.shape, w1.device)
+    check_tensor("w2", w2, (num_experts, latent, inner), w1.device)
+    if not x.dtype == w1.dtype == w2.dtype == w3.dtype:
+        raise InputError(f"x, w1, w3, w2 must have one dtype, not {x.dtype} and {w1.dtype}, ...")
     facts = {"dtype": x.dtype, "num_experts": num_experts, "widths": (latent, inner)}
     chosen = BACKENDS.resolve(backend, device=x.device, **facts)
     return chosen.load()(x, ids, weights, w1, w3, w2, beta1, beta2)

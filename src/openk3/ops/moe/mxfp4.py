@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from openk3.errors import InputError
+from openk3.ops.checks import check_range, check_tensor
 from openk3.ops.moe import mxfp4_kernels as kernels
 from openk3.ops.moe.mxfp4_layout import PackedExperts, PackedMatrix
 from openk3.ops.triton_support import launch, power_of_two
@@ -30,14 +31,15 @@ def mxfp4_expert_mlp(
     quantisation-aware training did; products of 4-bit weights are exact either way and sums are
     float32. Raises InputError.
     """
+    if ids.ndim != 2 or x.dtype not in (torch.bfloat16, torch.float32):
+        raise InputError(f"ids {list(ids.shape)} must be [T, k], x {x.dtype} bfloat16 or float32")
     num_tokens, top_k = ids.shape
     num_experts, inner = experts.w1.scales.shape[:2]
     latent = experts.w2.scales.shape[1]
-    if x.shape != (num_tokens, latent) or weights.shape != ids.shape:
-        raise InputError(
-            f"x {list(x.shape)}, ids {list(ids.shape)} and weights {list(weights.shape)} must be "
-            f"[T, {latent}], [T, k] and [T, k]"
-        )
+    check_tensor("x", x, (num_tokens, latent), ids.device)
+    check_tensor("ids", ids, ids.shape, x.device, kind="integer")
+    check_tensor("weights", weights, ids.shape, x.device)
+    check_range("ids", ids, 0, num_experts)
     num_pairs = ids.numel()
     if num_pairs > MAX_PAIRS:
         raise InputError(f"{num_pairs} (token, expert) pairs; this kernel takes {MAX_PAIRS}")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from openk3.errors import InputError
+from openk3.ops.checks import check_tensor
 from openk3.ops.mx import pack, unpack
 
 TILE_ROWS, TILE_COLUMNS = 16, 128
@@ -47,13 +48,15 @@ def pack_matrix(packed: Tensor, scale: Tensor) -> PackedMatrix:
 
     N must be a multiple of 32 and K of 128. Raises InputError.
     """
-    num_experts, rows, half = packed.shape
-    columns = 2 * half
-    if rows % 32 or columns % TILE_COLUMNS or scale.shape != (num_experts, rows, columns // 32):
+    if packed.ndim != 3 or packed.shape[1] % 32 or packed.shape[2] % (TILE_COLUMNS // 2):
         raise InputError(
-            f"packed {list(packed.shape)} and scale {list(scale.shape)} must be [E, N, K / 2] and "
-            f"[E, N, K / 32] with N a multiple of 32 and K of {TILE_COLUMNS}"
+            f"packed must be [E, N, K / 2] with N a multiple of 32 and K of {TILE_COLUMNS}, not "
+            f"{list(packed.shape)}"
         )
+    num_experts, rows, half = packed.shape
+    check_tensor("scale", scale, (num_experts, rows, half // 16), packed.device, kind="integer")
+    if scale.dtype != torch.uint8:
+        raise InputError(f"scale must be uint8, not {scale.dtype}")
     words = torch.stack([_words(p) for p in packed])
     return PackedMatrix(words, scale.contiguous().view(torch.int32))
 

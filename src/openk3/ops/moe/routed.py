@@ -10,6 +10,7 @@ Legend: T tokens, k choices, E experts, L latent width, F inner width, R rows.
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from openk3.ops.moe import grouped
 from openk3.ops.moe.costs import Choice, costs_of
@@ -68,6 +69,7 @@ class _RoutedExperts(torch.autograd.Function):
         return combine_rows(y, plan, x.shape[0], weights)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads: Tensor):
         x, weights, w1, w3, w2, gate, up, *tables = ctx.saved_tensors
         choice, inner = ctx.choice, w1.shape[1]

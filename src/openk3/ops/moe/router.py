@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from openk3.errors import InputError
 from openk3.ops.backends import triton_or_reference
-from openk3.ops.precision import wide_dtype
+from openk3.ops.checks import check_kind, check_tensor
+from openk3.ops.precision import outside_autocast, wide_dtype
 from openk3.ops.triton_support import triton_runs
 
 
@@ -66,16 +67,21 @@ def route(
     BackendError.
     """
     num_experts = weight.shape[0]
-    if x.ndim != 2 or weight.shape[1:] != x.shape[1:] or bias.shape != (num_experts,):
-        raise InputError(
-            f"x {list(x.shape)}, weight {list(weight.shape)}, bias {list(bias.shape)} must be "
-            "[T, d], [E, d], [E]"
-        )
-    if not 1 <= top_k < num_experts:
-        raise InputError(f"top_k {top_k} must be between 1 and E - 1 = {num_experts - 1}")
+    check_router(x, weight, bias, top_k)
     dtype = x.dtype if x.dtype == weight.dtype else torch.promote_types(x.dtype, weight.dtype)
     chosen = BACKENDS.resolve(backend, device=x.device, dtype=dtype, num_experts=num_experts)
     return chosen.load()(x, weight, bias, top_k, scaling_factor)
+
+
+def check_router(x: Tensor, weight: Tensor, bias: Tensor, top_k: int) -> None:
+    """Raises InputError unless x [T, d], weight [E, d] and bias [E] fit, and top_k < E."""
+    if x.ndim != 2 or weight.ndim != 2:
+        raise InputError(f"x {list(x.shape)}, weight {list(weight.shape)} must be [T, d], [E, d]")
+    check_kind("x", x)
+    check_tensor("weight [E, d]", weight, (weight.shape[0], x.shape[1]), x.device)
+    check_tensor("bias [E]", bias, weight.shape[:1], x.device)
+    if not 1 <= top_k < weight.shape[0]:
+        raise InputError(f"top_k {top_k} must be between 1 and E - 1 = {weight.shape[0] - 1}")
 
 
 def route_reference(
@@ -83,7 +89,8 @@ def route_reference(
 ) -> Routing:
     """Plain torch."""
     wide = wide_dtype(x)
-    scores = torch.sigmoid(F.linear(x.to(wide), weight.to(wide)))
+    with outside_autocast(x.device):
+        scores = torch.sigmoid(F.linear(x.to(wide), weight.to(wide)))
     with torch.no_grad():
         best = (scores + bias.to(wide)).topk(top_k + 1, dim=-1)
     ids, cutoff = best.indices[:, :top_k], best.values[:, top_k]

@@ -4,9 +4,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from openk3.errors import InputError
 from openk3.ops.backends import triton_or_reference
+from openk3.ops.checks import check_kind
 from openk3.ops.triton_support import row_kernel_runs
 
 
@@ -32,10 +34,11 @@ def situ_glu(
     gate, up [..., n] of one dtype. beta2 None leaves `up` uncapped. |result| <= beta1 beta2.
     Raises InputError, BackendError.
     """
-    if gate.shape != up.shape or gate.dtype != up.dtype:
+    if gate.shape != up.shape or gate.dtype != up.dtype or not gate.ndim:
         raise InputError(
-            f"gate {list(gate.shape)} {gate.dtype} and up {list(up.shape)} {up.dtype} must be alike"
+            f"gate {list(gate.shape)} {gate.dtype} and up {list(up.shape)} {up.dtype} must be alike, [..., n]"
         )
+    check_kind("gate and up", gate)
     facts = {"device": gate.device, "dtype": gate.dtype, "dim": gate.shape[-1]}
     return BACKENDS.resolve(backend, **facts).load()(gate, up, beta1, beta2)
 
@@ -59,6 +62,7 @@ class _Situ(torch.autograd.Function):
         return (t * s).mul_(u).mul_(beta1 if beta2 is None else beta1 * beta2)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor):
         t, s, u = ctx.saved_tensors
         beta1, beta2 = ctx.betas

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from openk3.ops.moe.entrance import LatentRouting
 from openk3.ops.moe.triton_router import choose, choose_gradient, router_logits
@@ -29,6 +30,7 @@ class _LatentRoute(torch.autograd.Function):
         return latent, ids, weights, cutoff
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads: Tensor):
         x, router, down, ids, chosen = ctx.saved_tensors
         d_latent, _, d_weights, _ = grads

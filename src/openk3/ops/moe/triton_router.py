@@ -6,6 +6,7 @@ a token.
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from openk3.ops.moe import router_kernels as kernels
 from openk3.ops.moe.balance import NUM_BINS
@@ -88,6 +89,7 @@ class _Route(torch.autograd.Function):
         return ids, weights, scores, cutoff
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads: Tensor):
         x, router, ids, chosen = ctx.saved_tensors
         d_logits = choose_gradient(grads[1], ids, chosen, x, router.shape[0], ctx.scaling)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from openk3.ops.moe import situ_kernels as kernels
 from openk3.ops.triton_support import launch, num_sms, power_of_two
@@ -65,6 +66,7 @@ class _Situ(torch.autograd.Function):
         return situ_forward(gate, up, ctx.betas)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads: Tensor):
         gate, up = ctx.saved_tensors
         d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)

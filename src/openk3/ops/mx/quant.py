@@ -101,8 +101,10 @@ def dequantize(
         raise InputError(f"dtype is {dtype}; expected float32, bfloat16 or float16")
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=data.device)
-    elif out.shape != torch.Size(shape) or not out.is_contiguous():
-        raise InputError(f"out is {list(out.shape)}; expected contiguous {shape}")
+    elif out.shape != torch.Size(shape) or not out.is_contiguous() or out.device != data.device:
+        raise InputError(
+            f"out is {list(out.shape)} on {out.device}; expected contiguous {shape} on {data.device}"
+        )
     out_NB = out.view(-1, BLOCK)
     data_NB = data.contiguous().view(-1, BLOCK // 2 if fmt.name == "mxfp4" else BLOCK)
     scale_N = scale.contiguous().view(-1)

@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from openk3.errors import InputError
 from openk3.ops.backends import triton_or_reference
+from openk3.ops.checks import check_kind, check_tensor
 from openk3.ops.norm.reference import (
     gated_head_norm,
     l2_norm,
@@ -32,7 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: str | None = Non
     x [..., d] any float dtype, weight [d]; returns x's shape and dtype. Raises InputError,
     BackendError.
     """
-    if weight.shape != x.shape[-1:]:
-        raise InputError(f"weight {list(weight.shape)} must be [{x.shape[-1]}], the width of x")
+    check_kind("x", x)
+    check_tensor("weight", weight, x.shape[-1:], x.device)
     chosen = BACKENDS.resolve(backend, device=x.device, dtype=x.dtype, dim=x.shape[-1])
     return chosen.load()(x, weight, eps)

@@ -13,7 +13,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return normed.to(x.dtype) * weight
+    return (normed.to(x.dtype) * weight).to(x.dtype)
 
 
 def rms_norm_wide(x: Tensor, weight: Tensor, eps: float | None = None) -> Tensor:

@@ -2,9 +2,10 @@
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from openk3.ops.norm import kernels
-from openk3.ops.row_kernels import few_warps, row_meta
+from openk3.ops.row_kernels import dense, dense_vector, few_warps, row_meta
 from openk3.ops.triton_support import launch, num_sms
 
 
@@ -55,11 +56,13 @@ class _RMSNorm(torch.autograd.Function):
         return rms_norm_forward(x, weight, eps)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads: Tensor):
         x, weight = ctx.saved_tensors
-        return *rms_norm_backward(grads[0].contiguous(), x, weight, ctx.eps), None
+        return *rms_norm_backward(dense(grads[0]), x, weight, ctx.eps), None
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., D] -> the same shape and dtype."""
-    return _RMSNorm.apply(x.reshape(-1, x.shape[-1]).contiguous(), weight, eps).view(x.shape)
+    rows = dense(x.reshape(-1, x.shape[-1]))
+    return _RMSNorm.apply(rows, dense_vector(weight), eps).view(x.shape)
