@@ -11,6 +11,7 @@ from openk3.errors import BackendError, InputError
 from openk3.ops.attn_res import mix, mix_norm
 from openk3.ops.attn_res.reference import mix_reference
 from openk3.ops.norm.reference import rms_norm_reference
+from openk3.ops.row_kernels import dense
 
 triton_mix = pytest.importorskip("openk3.ops.attn_res.triton_mix", exc_type=ImportError)
 EPS = 1e-5
@@ -116,6 +117,28 @@ def test_weights_and_batch_shape():
     exact, exact_weights = mix_reference([v.double() for v in shaped], query, weight, EPS)
     assert relative_error(mixed, exact) < 1e-6
     torch.testing.assert_close(weights.double(), exact_weights, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["strided", "half", "double", "odd start"])
+def test_rows_and_vectors_of_any_layout(layout):
+    """Packed rows are read as words: a vector of another kind is made one that fits."""
+    inputs, _ = draw(2, 3, 192, torch.bfloat16, seed=8)
+    vectors, sources = [*inputs[:2], inputs[1] + 1], inputs[2:]
+    if layout == "strided":
+        vectors = [torch.stack([v, -v], -1)[..., 0] for v in vectors]
+    elif layout == "odd start":
+        vectors, sources = (
+            [torch.cat([v.new_ones(1), v.flatten()])[1:].view(v.shape) for v in group]
+            for group in (vectors, sources)
+        )
+    else:
+        vectors = [v.to(torch.float16 if layout == "half" else torch.float64) for v in vectors]
+    query, weight, out_weight = vectors
+    got = triton_mix.mix_norm(sources, query, weight, EPS, out_weight, EPS)
+    mixed, _ = mix_reference([v.double() for v in sources], query, weight, EPS)
+    assert relative_error(got, rms_norm_reference(mixed, out_weight.double(), EPS)) < 8e-3
+    aligned = [x.storage_offset() * x.element_size() % 16 == 0 for x in map(dense, sources)]
+    assert aligned == [True, True]
 
 
 def test_no_tokens():

@@ -64,6 +64,24 @@ def test_rows_of_experts_with_0_and_many_tokens(sizes):
             grouped_linear(*bad)
 
 
+@pytest.mark.parametrize("widths", [(8, 12), (6, 5)])
+def test_compiled_graphs_do_not_break(widths):
+    """The same numbers as without, gradients and exact zeros of an idle expert among them."""
+    torch.manual_seed(3)
+    torch.compiler.reset()  # other widths are another model, not a dynamic size
+    latent, inner = widths
+    ids = torch.tensor([[0, 2], [2, 0], [2, 1]])
+    tensors = [torch.randn(3, latent), torch.rand(3, 2)]
+    tensors += [torch.randn(4, *s) for s in ((inner, latent), (inner, latent), (latent, inner))]
+    leaves = [x.requires_grad_() for x in tensors]
+    compiled = torch.compile(expert_mlp, backend="aot_eager", fullgraph=True)
+    outs = [f(leaves[0], ids, *leaves[1:]) for f in (compiled, expert_mlp)]
+    grads = [torch.autograd.grad(o.pow(2).sum(), leaves) for o in outs]
+    for a, b in zip((outs[0], *grads[0]), (outs[1], *grads[1]), strict=True):
+        torch.testing.assert_close(a, b)
+    assert not any(x[3].any() for x in grads[0][2:])
+
+
 @pytest.mark.parametrize("top_k", [1, 4])
 def test_no_tokens_all_experts_and_integers_of_any_width(top_k):
     torch.manual_seed(2)

@@ -177,12 +177,11 @@ def kda_decode(
         advance,
     )
     _check(step)
-    step = step._replace(
-        slots=slots.int(),
-        accepted=None if accepted is None else accepted.int(),
-        windows=step.windows.int(),
-        advance=None if advance is None else advance.int(),
-    )
+    dense = {n: getattr(step, n).contiguous() for n in ("A_log", "dt_bias", "norm_weight")}
+    for n in ("slots", "accepted", "windows", "advance"):
+        numbers = getattr(step, n)
+        dense[n] = None if numbers is None else numbers.int().contiguous()
+    step = step._replace(**dense)
     window = q.shape[1] if pending is None else pending.q.shape[1]
     return BACKENDS.resolve(backend, device=q.device, width=width, window=window).load()(step)
 
@@ -216,6 +215,8 @@ def _check(step: Step) -> None:
             raise InputError(f"{tokens} new tokens do not fit a pending window of {capacity}")
         for name, x in step.pending._asdict().items():
             wanted[f"pending.{name}"] = x, (many, capacity, heads, width)[: 3 + (name != "beta")]
+            if not x.is_contiguous():
+                raise InputError(f"pending.{name} is written in place: it must be contiguous")
         numbers["accepted"] = step.accepted
     if step.advance is not None:
         numbers["advance"] = step.advance

@@ -6,11 +6,11 @@ from openk3.ops.moe.experts import (
     Permutation,
     combine,
     expert_mlp,
-    grouped_linear,
     grouped_mlp,
     permute,
     sort_by_expert,
 )
+from openk3.ops.moe.grouped_linear import grouped_linear
 from openk3.ops.moe.router import Routing, route
 from openk3.ops.moe.situ import situ_glu
 

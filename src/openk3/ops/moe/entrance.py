@@ -57,8 +57,8 @@ def latent_route(
         check_tensor("valid", valid, x.shape[:1], x.device, kind="bool")
     if counts is not None:
         check_tensor("counts", counts, (router.shape[0], NUM_BINS), x.device, kind="integer")
-        if counts.dtype != torch.int32:
-            raise InputError(f"counts must be int32, not {counts.dtype}")
+        if counts.dtype != torch.int32 or not counts.is_contiguous():
+            raise InputError(f"counts must be int32 and contiguous, not {counts.dtype}")
     dtype = torch.promote_types(torch.promote_types(x.dtype, router.dtype), down.dtype)
     facts = {"device": x.device, "dtype": dtype, "num_experts": router.shape[0]}
     implementation = BACKENDS.resolve(backend, **facts).load()

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from openk3.errors import InputError
 from openk3.ops import mx
 from openk3.ops.backends import triton_or_reference
-from openk3.ops.checks import check_range, check_tensor, readable
+from openk3.ops.checks import check_range, check_tensor
+from openk3.ops.moe.grouped_linear import grouped_linear
 from openk3.ops.moe.situ import situ_glu
 from openk3.ops.precision import outside_autocast, wide_dtype
 from openk3.ops.triton_support import triton_runs
@@ -54,33 +54,6 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         return grad.index_select(0, ctx.saved_tensors[0]), None, None
-
-
-def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """x [R, in] with rows grouped by expert, weight [E, out, in], offsets [E] int32 -> [R, out].
-
-    offsets: the end of each expert's rows, rising. Rows past the last one's come out unset. Raises
-    InputError; on a GPU the values of offsets are trusted.
-    """
-    check_tensor("rows", x, (x.shape[0], weight.shape[-1]), weight.device)
-    check_tensor("offsets", offsets, weight.shape[:1], x.device, kind="integer")
-    if readable(offsets) and bool((offsets.diff(prepend=offsets.new_zeros(1)) < 0).any()):
-        raise InputError(f"offsets must not decrease: {offsets.tolist()[:16]}")
-    check_range("offsets", offsets, 0, x.shape[0] + 1)
-    if _grouped_mm_takes(x, weight):
-        return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets.int())
-    sizes = offsets.diff(prepend=offsets.new_zeros(1)).tolist()
-    tail = x.shape[0] - sum(sizes)
-    pieces = zip(x.split([*sizes, tail])[:-1], weight.unbind(0), strict=True)
-    out = [F.linear(rows, w) for rows, w in pieces]
-    return torch.cat([*out, x.new_empty(tail, weight.shape[1])])
-
-
-def _grouped_mm_takes(x: Tensor, weight: Tensor) -> bool:
-    """grouped_mm wants float32 or bf16 and strides that are multiples of 16 bytes."""
-    wanted = (torch.bfloat16,) if x.is_cuda else (torch.bfloat16, torch.float32)
-    step = 16 // x.element_size()
-    return x.dtype in wanted and x.shape[1] % step == 0 and weight.shape[1] % step == 0
 
 
 def permute(x: Tensor, perm: Permutation, top_k: int) -> Tensor:

@@ -149,7 +149,7 @@ def routed_experts(
         choice = default_choice(x.device, ids.numel() / max(1, w1.shape[0]), training=training)
     return _RoutedExperts.apply(
         x.contiguous(),
-        weights.contiguous(),
+        weights.float().contiguous(),
         ids,
         w1,
         w3,

@@ -36,7 +36,8 @@ def situ_glu(
     """
     if gate.shape != up.shape or gate.dtype != up.dtype or not gate.ndim:
         raise InputError(
-            f"gate {list(gate.shape)} {gate.dtype} and up {list(up.shape)} {up.dtype} must be alike, [..., n]"
+            f"gate {list(gate.shape)} {gate.dtype} and up {list(up.shape)} {up.dtype} must be "
+            "[..., n] and alike"
         )
     check_kind("gate and up", gate)
     facts = {"device": gate.device, "dtype": gate.dtype, "dim": gate.shape[-1]}

@@ -103,7 +103,8 @@ def dequantize(
         out = torch.empty(shape, dtype=dtype, device=data.device)
     elif out.shape != torch.Size(shape) or not out.is_contiguous() or out.device != data.device:
         raise InputError(
-            f"out is {list(out.shape)} on {out.device}; expected contiguous {shape} on {data.device}"
+            f"out is {list(out.shape)} on {out.device}; expected {shape}, contiguous, on "
+            f"{data.device}"
         )
     out_NB = out.view(-1, BLOCK)
     data_NB = data.contiguous().view(-1, BLOCK // 2 if fmt.name == "mxfp4" else BLOCK)
