@@ -78,11 +78,7 @@ class KdaCall:
             check_tensor(name, getattr(self, name), shape, device)
         if self.dt_bias is not None:
             check_tensor("dt_bias", self.dt_bias.reshape(-1), (heads * width,), device)
-        if not -5.0 <= self.lower_bound < 0:
-            raise InputError(
-                f"lower_bound must lie in [-5, 0), not be {self.lower_bound}: 16 tokens of a lower "
-                "one would leave float32's range"
-            )
+        check_lower_bound(self.lower_bound)
         check_offsets(batch, tokens, self.cu_seqlens)
         if self.initial_state is not None:
             check_tensor("initial_state", self.initial_state, self.state_shape, device)
@@ -91,3 +87,9 @@ class KdaCall:
             shape = (positions.numel(),)
             check_tensor("state_positions", positions, shape, positions.device, kind="integer")
             check_range("state_positions", positions, 0, batch * tokens)
+
+
+def check_lower_bound(value: float) -> None:
+    """Raises InputError unless 16 tokens of this log-decay stay in float32's range."""
+    if not -5.0 <= value < 0:
+        raise InputError(f"lower_bound must lie in [-5, 0), not be {value}")

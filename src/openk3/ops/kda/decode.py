@@ -10,66 +10,17 @@ Legend: B rows, T new tokens, H heads, D = K = V head width, W = 4 taps, S slots
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from openk3.errors import InputError
 from openk3.ops.backends import triton_or_reference
-from openk3.ops.checks import check_distinct, check_range, check_tensor, readable
+from openk3.ops.kda.decode_step import TAPS, Pending, Step
 from openk3.ops.triton_support import triton_runs
 
-TAPS = 4
 TILE = 16  # tokens that the kernel for several runs at once
-
-
-class Pending(NamedTuple):
-    """Projected inputs of the last window of W sequences, before the convolution."""
-
-    q: Tensor
-    """[W, P, H, D]"""
-    k: Tensor
-    """[W, P, H, D]"""
-    v: Tensor
-    """[W, P, H, D]"""
-    g: Tensor
-    """[W, P, H, D] decay logits"""
-    beta: Tensor
-    """[W, P, H] logits"""
-
-
-class Step(NamedTuple):
-    """Checked arguments of one call, as a backend receives them."""
-
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-    """q, k, v, g [B,T,H,D] and beta [B,T,H]"""
-    gate: Tensor
-    """[B,T,H,D] output gate logits"""
-    taps: tuple[Tensor, ...]
-    """[W, H, D] each, of the convolutions of q, k and v; views of however they are stored"""
-    conv_state: Tensor
-    """[S, 3, W, H, D]"""
-    state: Tensor
-    """[S, H, K, V] float32"""
-    slots: Tensor
-    """[B] int32"""
-    A_log: Tensor
-    """[H]"""
-    dt_bias: Tensor
-    """[H * D]"""
-    lower_bound: float
-    scale: float
-    norm_weight: Tensor
-    """[D]"""
-    eps: float
-    pending: Pending | None
-    accepted: Tensor | None
-    """[B] int32"""
-    windows: Tensor
-    """[B] int32, rows of `pending`"""
-    advance: Tensor | None
-    """[B] int32"""
 
 
 def _reference() -> Any:
@@ -176,76 +127,8 @@ def kda_decode(
         slots if windows is None else windows,
         advance,
     )
-    _check(step)
-    dense = {n: getattr(step, n).contiguous() for n in ("A_log", "dt_bias", "norm_weight")}
-    for n in ("slots", "accepted", "windows", "advance"):
-        numbers = getattr(step, n)
-        dense[n] = None if numbers is None else numbers.int().contiguous()
-    step = step._replace(**dense)
+    step.check()
     window = q.shape[1] if pending is None else pending.q.shape[1]
-    return BACKENDS.resolve(backend, device=q.device, width=width, window=window).load()(step)
-
-
-def _check(step: Step) -> None:
-    q = step.inputs[0]
-    batch, tokens, heads, width = q.shape
-    num = step.state.shape[0]
-    wanted = {
-        "q": (q, q.shape),
-        "k": (step.inputs[1], q.shape),
-        "v": (step.inputs[2], q.shape),
-        "g": (step.inputs[3], q.shape),
-        "beta": (step.inputs[4], q.shape[:3]),
-        "gate": (step.gate, q.shape),
-        **{f"conv_weight[{i}]": (w, (TAPS, heads, width)) for i, w in enumerate(step.taps)},
-        "conv_state": (step.conv_state, (num, 3, TAPS, heads, width)),
-        "state": (step.state, (num, heads, width, width)),
-        "A_log": (step.A_log, (heads,)),
-        "dt_bias": (step.dt_bias, (heads * width,)),
-        "norm_weight": (step.norm_weight, (width,)),
-    }
-    numbers = {"slots": step.slots, "windows": step.windows}
-    if (step.pending is None) != (step.accepted is None):
-        raise InputError("pending and accepted belong together; one of them is missing")
-    if step.pending is None and step.advance is not None:
-        raise InputError("advance is for rows with a pending window; others advance by every token")
-    if step.pending is not None:
-        many, capacity = step.pending.q.shape[:2]
-        if tokens > capacity:
-            raise InputError(f"{tokens} new tokens do not fit a pending window of {capacity}")
-        for name, x in step.pending._asdict().items():
-            wanted[f"pending.{name}"] = x, (many, capacity, heads, width)[: 3 + (name != "beta")]
-            if not x.is_contiguous():
-                raise InputError(f"pending.{name} is written in place: it must be contiguous")
-        numbers["accepted"] = step.accepted
-    if step.advance is not None:
-        numbers["advance"] = step.advance
-    for name, (x, shape) in wanted.items():
-        check_tensor(name, x, shape, q.device)
-    for name, x in numbers.items():
-        check_tensor(name, x, (batch,), q.device, kind="integer")
-    for name, x in (("state", step.state), ("conv_state", step.conv_state)):
-        if x.shape[0] and not x[0].is_contiguous():
-            raise InputError(f"{name} is written in place: each slot must be contiguous")
-    if step.state.dtype != torch.float32:
-        raise InputError(f"state must be float32, not {step.state.dtype}")
-    if not -5.0 <= step.lower_bound < 0:
-        raise InputError(f"lower_bound must lie in [-5, 0), not be {step.lower_bound}")
-    if readable(step.slots):
-        _check_values(step)
-
-
-def _check_values(step: Step) -> None:
-    """Slots and counts of the rows that are no padding."""
-    real = step.slots >= 0
-    tokens, num = step.inputs[0].shape[1], step.state.shape[0]
-    check_range("slots", step.slots[real], 0, num)
-    check_distinct("slots", step.slots[real])
-    if step.pending is None or step.accepted is None:
-        return
-    many, capacity = step.pending.q.shape[:2]
-    check_range("windows", step.windows[real], 0, many)
-    check_distinct("windows", step.windows[real])
-    check_range("accepted", step.accepted[real], 0, capacity + 1)
-    if step.advance is not None:
-        check_range("advance", step.advance[real], 0, tokens + 1)
+    return BACKENDS.resolve(backend, device=q.device, width=width, window=window).load()(
+        step.dense()
+    )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from openk3.ops.kda import reference
-from openk3.ops.kda.decode import TAPS, Step
+from openk3.ops.kda.decode_step import TAPS, Step
 from openk3.ops.norm import gated_head_norm
 from openk3.ops.precision import outside_autocast
 
