@@ -2,6 +2,7 @@
 
 from openk3.ops.moe.balance import count_margins, exact_bias, histogram_bias, max_violation
 from openk3.ops.moe.entrance import LatentRouting, latent_route
+from openk3.ops.moe.expert_linear import grouped_linear
 from openk3.ops.moe.experts import (
     Permutation,
     combine,
@@ -10,7 +11,6 @@ from openk3.ops.moe.experts import (
     permute,
     sort_by_expert,
 )
-from openk3.ops.moe.grouped_linear import grouped_linear
 from openk3.ops.moe.router import Routing, route
 from openk3.ops.moe.situ import situ_glu
 

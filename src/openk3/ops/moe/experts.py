@@ -13,7 +13,7 @@ from openk3.errors import InputError
 from openk3.ops import mx
 from openk3.ops.backends import triton_or_reference
 from openk3.ops.checks import check_range, check_tensor
-from openk3.ops.moe.grouped_linear import grouped_linear
+from openk3.ops.moe.expert_linear import grouped_linear
 from openk3.ops.moe.situ import situ_glu
 from openk3.ops.precision import outside_autocast, wide_dtype
 from openk3.ops.triton_support import triton_runs
