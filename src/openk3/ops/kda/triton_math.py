@@ -87,6 +87,26 @@ def dot_halves(a, a_rest, b, b_rest, c):
 
 
 @triton.jit
+def plus(a, b):
+    """a + b of float32; the compiler does not make it the first term of a product."""
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            "add.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:  # noqa: RET505
+        return a + b
+
+
+@triton.jit
+def dot_halves_apart(a, a_rest, b, b_rest, c):
+    """As `dot_halves`, three products side by side: a third of the latency, for long inner widths."""
+    if COMPILED:
+        return plus(tl.dot(a, b, c), plus(tl.dot(a_rest, b), tl.dot(a, b_rest)))
+    else:  # noqa: RET505
+        return tl.dot(a, b, c, input_precision="ieee")
+
+
+@triton.jit
 def locate(slot, cu, tokens, num_seqs, unit, PACKED: tl.constexpr):
     """Slot -> (sequence, index of the unit in it, first row of the sequence, its length).
 

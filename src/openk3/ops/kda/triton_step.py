@@ -48,6 +48,11 @@ def _shift(state, x, d, step):
 
 
 @triton.jit
+def _add(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
 def step_kernel(
     q,
     k,
@@ -121,8 +126,9 @@ def step_kernel(
     for c in range(0, D, COLUMNS):
         S = ahead * decay
         value = tl.sum(tl.where(pieces * COLUMNS == c, values, 0.0), 0)
-        u = b * (value - tl.sum(S * y, 0))
-        part = tl.sum(S * x, 0) + xy * u
+        old, part = tl.reduce((S * y, S * x), 0, _add)  # both sums through the same barriers
+        u = b * (value - old)
+        part += xy * u
         tl.store(state + square + c, S + y * u[None, :])
         ahead = tl.load(state + square + c + COLUMNS, c + COLUMNS + j[None, :] < D, 0.0)
         out = tl.where(pieces * COLUMNS == c, part[None, :], out)

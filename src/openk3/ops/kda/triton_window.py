@@ -14,7 +14,15 @@ Legend: D = K = V head width, H heads, W = 4 taps, P window capacity, C = 16 tok
 import triton
 import triton.language as tl
 
-from openk3.ops.kda.triton_math import L2_EPS, LOG2E, dot_halves, exp2, halves, sigmoid
+from openk3.ops.kda.triton_math import (
+    L2_EPS,
+    LOG2E,
+    dot_halves,
+    dot_halves_apart,
+    exp2,
+    halves,
+    sigmoid,
+)
 from openk3.ops.kda.triton_tiles import unit_lower_inverse
 
 
@@ -34,27 +42,28 @@ def _inputs(new, old, state, p, count, stop, step, d):
 
 @triton.jit
 def _taps(new, old, state, w, tap_step, p, count, stop, step, d):
-    """Inputs at positions p [C] of a convolution, and its weights from those of the first tap, w.
+    """Weights of a convolution, from those of the first tap, w, and its inputs at positions p [C].
 
     Apart from `_mix`, so that all convolutions' loads are on their way before one is waited for.
+    Weights come first: the compiler then moves them, not the inputs, between layouts.
     """
     return (
-        _inputs(new, old, state, p - 3, count, stop, step, d),
-        _inputs(new, old, state, p - 2, count, stop, step, d),
-        _inputs(new, old, state, p - 1, count, stop, step, d),
-        _inputs(new, old, state, p, count, stop, step, d),
         tl.load(w).to(tl.float32),
         tl.load(w + tap_step).to(tl.float32),
         tl.load(w + 2 * tap_step).to(tl.float32),
         tl.load(w + 3 * tap_step).to(tl.float32),
+        _inputs(new, old, state, p - 3, count, stop, step, d),
+        _inputs(new, old, state, p - 2, count, stop, step, d),
+        _inputs(new, old, state, p - 1, count, stop, step, d),
+        _inputs(new, old, state, p, count, stop, step, d),
     )
 
 
 @triton.jit
 def _mix(x, DTYPE: tl.constexpr):
     """SiLU of four taps [C, D], rounded."""
-    y = x[4] * x[0].to(tl.float32) + x[5] * x[1].to(tl.float32)
-    y += x[6] * x[2].to(tl.float32) + x[7] * x[3].to(tl.float32)
+    y = x[0] * x[4].to(tl.float32) + x[1] * x[5].to(tl.float32)
+    y += x[2] * x[6].to(tl.float32) + x[3] * x[7].to(tl.float32)
     return (y * sigmoid(y)).to(DTYPE).to(tl.float32)
 
 
@@ -155,6 +164,7 @@ def window_kernel(
     stop = count + tokens
     new = (t >= count) & (t < stop)
 
+    bias = tl.load(dt_bias + h * D + d)
     raw_q = _taps(q, old_q, state_q, taps_q + channel, tap_step, i, count, stop, step, d)
     raw_k = _taps(k, old_k, state_k, taps_k + channel, tap_step, i, count, stop, step, d)
     z = tl.load(g + (t - count) * step + d, new, 0.0).to(tl.float32)
@@ -167,7 +177,7 @@ def window_kernel(
     y = _mix(raw_k, DTYPE)
     y *= tl.where(i < stop, tl.rsqrt(tl.sum(y * y, 1) + L2_EPS), 0.0)[:, None]
     b = tl.where(i < stop, sigmoid(b), 0.0)
-    decay = sigmoid(rate * (z + tl.load(dt_bias + h * D + d))) * (lower_bound * LOG2E)
+    decay = sigmoid(rate * (z + bias)) * (lower_bound * LOG2E)
     decay = tl.where(t < stop, decay, 0.0)
     G = tl.cumsum(decay, 0)
     whole = exp2(tl.sum(tl.where(t < kept, decay, 0.0), 0))
@@ -181,10 +191,10 @@ def window_kernel(
     x, x_rest = halves(x)
     y, y_rest = halves(y)
     z, z_rest = halves(tl.trans(grown))
-    A = dot_halves(y, y_rest, z, z_rest, zero)
+    A = dot_halves_apart(y, y_rest, z, z_rest, zero)
     A = tl.where(t > i[None, :], A * b[:, None], 0.0)
     T, T_rest = halves(unit_lower_inverse(A, C, PRECISION) * b[None, :])
-    A = dot_halves(x, x_rest, z, z_rest, zero)
+    A = dot_halves_apart(x, x_rest, z, z_rest, zero)
     A, A_rest = halves(tl.where(t >= i[None, :], A, 0.0))
     z, z_rest = halves(tl.trans(tl.where(t < kept, grown * whole[None, :], 0.0)))
     for c in tl.range(0, D, COLUMNS, num_stages=STAGES, disable_licm=True):
@@ -193,12 +203,12 @@ def window_kernel(
         S = tl.load(state + square)
         R, R_rest = halves(S)
         empty = tl.zeros([C, COLUMNS], tl.float32)
+        part = dot_halves_apart(x, x_rest, R, R_rest, empty)
         w = taps_v + columns * channel_step
         U = _taps(v, old_v, state_v, w, tap_step, i, count, stop, step, columns)
         U = _mix(U, DTYPE)
-        U, U_rest = halves(U - dot_halves(y, y_rest, R, R_rest, empty))
+        U, U_rest = halves(U - dot_halves_apart(y, y_rest, R, R_rest, empty))
         U, U_rest = halves(dot_halves(T, T_rest, U, U_rest, empty))
-        part = dot_halves(x, x_rest, R, R_rest, empty)
         part = dot_halves(A, A_rest, U, U_rest, part)
         tl.store(o + (t - count) * step + columns, part.to(DTYPE).to(o.dtype.element_ty), new)
         if kept > 0:
