@@ -1,5 +1,6 @@
 """What every Triton backend asks first, and the few facts of the device its launches need."""
 
+import dis
 import importlib.util
 from collections.abc import Hashable
 from functools import cache
@@ -70,11 +71,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
     """
     facts = _facts(args)
     if facts is None:
+        settle_key(kernel)
         kernel[grid](*args, **meta)
         return
     key = (id(kernel), facts, tuple(meta.items()))
     compiled = _COMPILED.get(key)
     if compiled is None:
+        settle_key(kernel)
         _remember(key, kernel[grid](*args, **meta))
         return
     constants = [meta[name] for name in kernel.arg_names[len(args) :]]
@@ -92,9 +95,26 @@ def launch_named(kernel: Any, grid: tuple[int, ...], **meta: Any) -> None:
     key = (id(kernel), facts, tuple(loose), others)
     compiled = _COMPILED.get(key)
     if compiled is None:
+        settle_key(kernel)
         _remember(key, kernel[grid](**meta))
         return
     compiled[(*grid, 1, 1)[:3]](*(meta[name] for name in kernel.arg_names))
+
+
+def settle_key(function: Any) -> None:
+    """Computes the key under which Triton keeps a kernel on disk, those of its callees first.
+
+    A key covers the globals of callees whose own keys are known, and misses those of the others.
+    Left alone, it would depend on what the process launched before, and kernels that another one
+    has compiled would be compiled again: seconds for each.
+    """
+    if getattr(function, "hash", "") is not None:  # known; or a function that the interpreter runs
+        return
+    for step in dis.get_instructions(function.fn):
+        callee = function.fn.__globals__.get(step.argval) if step.opname == "LOAD_GLOBAL" else None
+        if hasattr(type(callee), "cache_key"):  # asking the callee itself would compute it
+            settle_key(callee)
+    _ = function.cache_key
 
 
 def _remember(key: Hashable, compiled: Any) -> None:

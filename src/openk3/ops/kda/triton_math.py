@@ -99,7 +99,7 @@ def plus(a, b):
 
 @triton.jit
 def dot_halves_apart(a, a_rest, b, b_rest, c):
-    """As `dot_halves`, three products side by side: a third of the latency, for long inner widths."""
+    """As `dot_halves`, its products side by side: a third of the latency where rows are long."""
     if COMPILED:
         return plus(tl.dot(a, b, c), plus(tl.dot(a_rest, b), tl.dot(a, b_rest)))
     else:  # noqa: RET505
