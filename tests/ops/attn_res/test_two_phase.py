@@ -79,12 +79,12 @@ def test_merge_equals_one_phase(name, score):
 
 
 def test_planner():
-    """24 queries: a tie at 2 finished blocks, and more than half the bytes saved from 7 on."""
+    """24 queries: two phases from 5 finished blocks on, and half the bytes from 7 on."""
     for num_finished in range(1, 17):
         plan = two_phase.plan_bytes(num_finished, 24, tokens=8192, dim=7168)
         assert plan.one_phase == (24 * (num_finished + 2) - 1) * 8192 * 7168 * 2
         assert plan.two_phase == (num_finished + 24 + 3 * 23) * 8192 * 7168 * 2
-        assert plan.two_phase_wins == (num_finished > 2)
+        assert plan.two_phase_wins == (num_finished >= 5)
         assert (plan.one_phase >= 2 * plan.two_phase) == (num_finished >= 7)
     assert not two_phase.plan_bytes(8, 1, tokens=1, dim=64).two_phase_wins
 

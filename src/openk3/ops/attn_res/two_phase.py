@@ -2,8 +2,8 @@
 
 Layer by layer, each of a block's Q = 24 queries reads all N finished blocks. In two phases one
 pass makes every query's mix of the finished blocks with the log-sum-exp of its scores; then each
-sublayer only joins its mix with the running sum. The two ways are equal up to rounding. Which moves
-fewer bytes is arithmetic: `plan_bytes`.
+sublayer only joins its mix with the running sum. The two ways are equal up to rounding. How many
+bytes each moves is arithmetic: `plan_bytes`.
 """
 
 from collections.abc import Sequence
@@ -20,6 +20,9 @@ from openk3.ops.norm import rms_norm
 from openk3.ops.precision import outside_autocast, wide_dtype
 from openk3.ops.triton_support import triton_runs
 
+RATE = 0.6
+"""Bytes a second of two phases over those of one, measured on an H200 at 8192 tokens."""
+
 
 class Bytes(NamedTuple):
     """What mixing moves through memory for one block of layers."""
@@ -29,8 +32,8 @@ class Bytes(NamedTuple):
 
     @property
     def two_phase_wins(self) -> bool:
-        """Fewer bytes; on a tie one phase, which needs no buffer."""
-        return self.two_phase < self.one_phase
+        """Whether it moves so many fewer bytes that it takes less time."""
+        return self.two_phase < RATE * self.one_phase
 
 
 def plan_bytes(
