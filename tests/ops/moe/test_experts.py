@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from openk3.errors import InputError
-from openk3.ops.moe import expert_mlp, grouped_linear, route, situ_glu
+from openk3.ops.moe import expert_mlp, experts, grouped_linear, route, situ_glu
 from openk3.ops.norm import rms_norm
 
 F64 = torch.float64
@@ -80,6 +80,18 @@ def test_compiled_graphs_do_not_break(widths):
     for a, b in zip((outs[0], *grads[0]), (outs[1], *grads[1]), strict=True):
         torch.testing.assert_close(a, b)
     assert not any(x[3].any() for x in grads[0][2:])
+
+
+@pytest.mark.parametrize(("gpu", "told"), [("NVIDIA H200", False), ("NVIDIA B300", True)])
+def test_the_table_says_when_a_gpu_is_not_measured(monkeypatch, gpu, told):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(experts, "triton_runs", lambda device: (True, f"Triton on {gpu}"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
+    facts = {"device": torch.device("cuda"), "dtype": torch.bfloat16}
+    (_, usable, reason), _ = experts.BACKENDS.explain(**facts, num_experts=8, widths=(64, 64))
+    assert usable
+    assert ("costs.json has no such GPU" in reason) == told
 
 
 @pytest.mark.parametrize("top_k", [1, 4])

@@ -111,6 +111,11 @@ def _triton_usable(
     usable, reason = triton_runs(device)
     if usable and torch.cuda.get_device_capability(device) < (9, 0):
         return False, f"grouped_mm and tensor descriptors need compute capability 9.0; {reason}"
+    if usable:
+        from openk3.ops.moe.costs import measured
+
+        if torch.cuda.get_device_name(device) not in measured():
+            reason += "; costs.json has no such GPU, so grouped_mm makes every product"
     return usable, reason
 
 
