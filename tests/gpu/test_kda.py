@@ -242,33 +242,41 @@ def test_short_convolution(offsets, with_state):
     assert [e < 3e-3 for e in errors] == [True] * len(errors)
 
 
-@pytest.mark.parametrize("capacity", [8, 12])
-@pytest.mark.parametrize("width", [64, 128])
-def test_decode_and_replay_are_the_reference(width, capacity):
-    """A capacity of 8 is one launch; with 12 pending and new tokens do not fit in one tile."""
-    heads, slots = 3, 6
-    rng = torch.Generator("cuda").manual_seed(1)
+def normal_numbers(seed):
+    """A function that draws them, bfloat16 unless told otherwise."""
+    rng = torch.Generator("cuda").manual_seed(seed)
 
     def normal(*shape, dtype=torch.bfloat16):
         return torch.randn(*shape, generator=rng, device="cuda").to(dtype)
 
-    def projections(tokens):
-        shape = (4, tokens, heads, width)
-        return [*(normal(*shape) for _ in range(4)), normal(*shape[:3]), normal(*shape)]
+    return normal
 
+
+def decode_weights(normal, heads, width):
     f32 = torch.float32
-    weights = {
+    return {
         "conv_weight": normal(3, 4, heads, width, dtype=f32),
         "A_log": normal(heads, dtype=f32) * 0.5,
         "dt_bias": normal(heads * width, dtype=f32) * 0.5,
         "norm_weight": normal(width, dtype=f32),
         "lower_bound": -5.0,
-        "slots": torch.tensor([5, -1, 0, 2], device="cuda"),
     }
-    conv_state, state = (
-        normal(slots, 3, 4, heads, width),
-        normal(slots, heads, width, width, dtype=f32),
-    )
+
+
+@pytest.mark.parametrize("capacity", [8, 12])
+@pytest.mark.parametrize("width", [64, 128])
+def test_decode_and_replay_are_the_reference(width, capacity):
+    """A capacity of 8 is one launch; with 12 pending and new tokens do not fit in one tile."""
+    heads, slots, normal = 3, 6, normal_numbers(seed=1)
+
+    def projections(tokens):
+        shape = (4, tokens, heads, width)
+        return [*(normal(*shape) for _ in range(4)), normal(*shape[:3]), normal(*shape)]
+
+    weights = decode_weights(normal, heads, width)
+    weights["slots"] = torch.tensor([5, -1, 0, 2], device="cuda")
+    conv_state = normal(slots, 3, 4, heads, width)
+    state = normal(slots, heads, width, width, dtype=torch.float32)
     pools = [{"conv_state": conv_state.clone(), "state": state.clone()} for _ in range(2)]
     blank = [torch.zeros(slots, capacity, *t.shape[2:], device="cuda") for t in projections(1)[:5]]
     windows = [Pending(*(t.bfloat16() for t in blank)) for _ in range(2)]
@@ -293,22 +301,11 @@ def test_decode_and_replay_are_the_reference(width, capacity):
 @pytest.mark.parametrize("apart", [0, 128, 4])
 def test_decode_of_many_states(apart):
     """Slots in any order, some of them padding, some apart; the others are not touched."""
-    rows, heads, width, slots = 13, 96, 128, 15
-    rng = torch.Generator("cuda").manual_seed(2)
-
-    def normal(*shape, dtype=torch.bfloat16):
-        return torch.randn(*shape, generator=rng, device="cuda").to(dtype)
-
-    f32 = torch.float32
-    weights = {
-        "conv_weight": normal(3, 4, heads, width, dtype=f32),
-        "A_log": normal(heads, dtype=f32) * 0.5,
-        "dt_bias": normal(heads * width, dtype=f32) * 0.5,
-        "norm_weight": normal(width, dtype=f32),
-        "lower_bound": -5.0,
-        "slots": torch.tensor([5, -1, 0, 2, 14, 13, 12, 9, -1, 7, 6, 1, -1], device="cuda"),
-    }
-    state = normal(slots, heads * width * width + apart, dtype=f32)
+    rows, heads, width, slots, normal = 13, 96, 128, 15, normal_numbers(seed=2)
+    weights = decode_weights(normal, heads, width)
+    order = [5, -1, 0, 2, 14, 13, 12, 9, -1, 7, 6, 1, -1]
+    weights["slots"] = torch.tensor(order, device="cuda")
+    state = normal(slots, heads * width * width + apart, dtype=torch.float32)
     conv_state = normal(slots, 3, 4, heads, width)
     shape = (heads, width, width)
     pools = []
