@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw
 from openk3 import cli
 from openk3.cli import chat, common, speak
 from openk3.cli.conversation import Call, Conversation, PlainText, read_tools
-from openk3.cli.screen import Screen
+from openk3.cli.screen import Screen, say
 from openk3.engine.llm import LLM
 from openk3.engine.types import SamplingParams
 from openk3.errors import DataError, InputError
@@ -305,6 +305,18 @@ def test_an_interrupted_text_keeps_what_was_written(pressed):
     assert tokenizer().decode(text.ids) == before + ", then and it went on"
 
 
+def test_an_answer_may_end_before_its_message_does():
+    talk, engine = conversation("")
+    engine.script = lambda request: (*ids_of("half"), tokenizer().eos_id, *ids_of("more"))
+    talk.say("Go on")
+    talk.answer(lambda delta: None)
+    assert talk.messages[-1]["reasoning_content"] == "half"
+    assert (talk.was_cut, talk.at_limit) == (True, False)
+    engine.script = lambda request: ids_of("ab")
+    talk.answer(lambda delta: None)
+    assert (talk.was_cut, talk.at_limit) == (True, True)
+
+
 def test_an_error_leaves_the_messages_as_they_were():
     talk, engine = conversation("half")
     engine.max_context = 3
@@ -329,6 +341,22 @@ def test_a_voided_thought_is_shown_as_the_answer(capsys):
         screen.show(delta)
     screen.end()
     assert capsys.readouterr().out == "thinking: 3 characters\nyes\n"
+
+
+def test_at_a_terminal_thoughts_are_announced_and_words_give_no_orders(monkeypatch):
+    out = Terminal()
+    monkeypatch.setattr("sys.stdout", out)
+    screen = Screen(fold=True)
+    for kind, text in (("reasoning", "so"), ("reasoning", "on"), ("content", "\x1b[2J\t\x9bé\n")):
+        screen.show(xtml.Delta(kind, text))
+    screen.end()
+    plain = out.getvalue().replace("\x1b[2m", "").replace("\x1b[0m", "")
+    assert plain == "thinking ...\r\x1b[Kthinking: 4 characters\n␛[2J\t\ufffdé\n\n"
+
+
+def test_words_into_a_pipe_are_what_they_are(capsys):
+    say("\x1b[2J")
+    assert capsys.readouterr().out == "\x1b[2J"
 
 
 def test_commands_get_the_arguments_and_failures_are_told():

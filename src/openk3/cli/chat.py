@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from openk3.cli import common, speak
 from openk3.cli.conversation import Call, Conversation, PlainText, read_tools
-from openk3.cli.screen import Screen, write
+from openk3.cli.screen import Screen, say, write
 from openk3.errors import InputError, OpenK3Error, nearest
 from openk3.text.xtml.notices import EFFORTS
 
@@ -112,7 +112,7 @@ def _go_on(text: PlainText, line: str) -> None:
         text.ids = []
         return
     write(line)
-    text.go_on(line, write)
+    text.go_on(line, say)
     write("\n")
 
 
@@ -156,7 +156,9 @@ def _turn(conversation: Conversation, fold: bool) -> None:
         finally:
             screen.end()
         if conversation.was_cut:
-            sys.stderr.write("(not ended; --max-tokens N lets an answer be longer)\n")
+            longer = "; --max-tokens N lets an answer be longer"
+            why = longer if conversation.at_limit else ", but the model says no more"
+            sys.stderr.write(f"(not ended{why})\n")
         for call in calls:
             words = _read(f"{call.tool}> ")
             if words is None:

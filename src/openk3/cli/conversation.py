@@ -11,7 +11,7 @@ from openk3.text import xtml
 from openk3.text.xtml.fields import get, text
 
 if TYPE_CHECKING:
-    from openk3.engine.llm import LLM
+    from openk3.engine.llm import LLM, Answer
 
 Message = dict[str, Any]
 
@@ -31,7 +31,8 @@ class Conversation:
         thinking: the model thinks before it speaks.
         messages: OpenAI-style messages so far; an image part carries its `picture`.
         effort: low, high, max, or None to leave it to the model.
-        was_cut: the last answer ended before the model closed its message.
+        was_cut: the last answer ended before the model closed its message,
+        at_limit: because it was as long as it may be.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Conversation:
         """Forget what was said and shown."""
         self.messages: list[Message] = [*self._system]
         self._unsent: list[Message] = []
-        self.was_cut = False
+        self.was_cut = self.at_limit = False
 
     def show(self, path: Path) -> None:
         """Put a picture into the next message. Raises DataError; InputError for a blind model."""
@@ -89,7 +90,6 @@ class Conversation:
             show(delta)
 
         template = Template(self._tools, self.thinking, self.effort)
-        ids: list[int] = []
         try:
             [answer] = self._llm.chat(
                 self.messages,
@@ -98,15 +98,15 @@ class Conversation:
                 images=_pictures(self.messages),
                 on_delta=take,
             )
-            ids = answer.ids
         except KeyboardInterrupt:
-            self._keep(said, ids)
+            self._keep(said.message(), None)
             raise
-        return self._keep(said, ids)
+        return self._keep(said.message(), answer)
 
-    def _keep(self, said: xtml.Accumulator, ids: list[int]) -> list[Call]:
-        message = said.message()
-        self.was_cut = ids[-1:] != [self._llm.tokenizer.end_of_msg_id]
+    def _keep(self, message: Message, answer: "Answer | None") -> list[Call]:
+        end = self._llm.tokenizer.end_of_msg_id
+        self.was_cut = answer is None or answer.ids[-1:] != [end]
+        self.at_limit = answer is not None and answer.finish_reason == "length"
         if self.was_cut:
             message.pop("tool_calls", None)
         self.messages.append(message)

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from openk3.cli import common, speak
-from openk3.cli.screen import write
+from openk3.cli.screen import say, write
 
 
 def main(argv: list[str]) -> int:
@@ -24,11 +24,15 @@ def main(argv: list[str]) -> int:
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
 
     llm = speak.open_llm(options)
-    show = None if options.json else lambda _, delta: write(delta.text)
+    show = None if options.json else lambda _, delta: say(delta.text)
     if show:
         write(prompt)
     started = time.perf_counter()
-    [answer] = llm.generate(prompt, params, images=options.image, on_delta=show)
+    try:
+        [answer] = llm.generate(prompt, params, images=options.image, on_delta=show)
+    finally:
+        if show:
+            write("\n")
     seconds = time.perf_counter() - started
     streamed = speak.stream_stats(llm)
     if options.json:
@@ -41,8 +45,6 @@ def main(argv: list[str]) -> int:
         if streamed is not None:
             facts["experts"] = {**vars(streamed), "hit_rate": streamed.hit_rate}
         write(common.json_text(facts))
-    else:
-        write("\n")
-        if streamed is not None:
-            print(f"expert cache: {streamed}", file=sys.stderr)
+    elif streamed is not None:
+        print(f"expert cache: {streamed}", file=sys.stderr)
     return 0

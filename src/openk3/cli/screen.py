@@ -4,6 +4,10 @@ import sys
 
 from openk3.text.xtml import Delta
 
+CONTROLS = {*range(32), *range(127, 160)} - {ord("\t"), ord("\n")}
+HARMLESS = {code: 0x2400 + code if code < 32 else 0xFFFD for code in CONTROLS}
+"""Control characters, as the pictures that Unicode has of them."""
+
 
 class Screen:
     """Writes one message as it comes: thinking dimmed or folded, each call on a line."""
@@ -21,7 +25,7 @@ class Screen:
             self._num_thought += len(delta.text)
         elif delta.kind != "role":
             self._begin("content" if delta.kind == "answer" else delta.kind)
-            write(delta.text)
+            say(delta.text)
 
     def end(self) -> None:
         """End the message."""
@@ -44,6 +48,11 @@ class Screen:
             write("\n")
         write({"reasoning": f"{dim}thinking: ", "call": "call: "}.get(kind, ""))
         self._kind = kind
+
+
+def say(words: str) -> None:
+    """Print words of a model at once; to a terminal they cannot give orders."""
+    write(words.translate(HARMLESS) if sys.stdout.isatty() else words)
 
 
 def write(piece: str) -> None:
