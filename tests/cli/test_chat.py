@@ -159,8 +159,8 @@ def test_input_may_end_before_the_tool_answers(talk):
     [
         ("/image nowhere.png", "nowhere.png cannot be read"),
         ("/image tools.json", "tools.json is none of PNG"),
-        ("/image", "/image is no command here"),
-        ("/effort extreme", "/effort extreme is no command here"),
+        ("/image", "/image takes the FILE of a picture, not ''"),
+        ("/effort extreme", "/effort takes low, high or max"),
         ("/imgae a.png", "did you mean '/image'?"),
     ],
 )

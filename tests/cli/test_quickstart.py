@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from openk3 import cli
 from openk3.config.dump import to_toml
 from openk3.config.load import load
 from openk3.config.recipe import Recipe
+from openk3.ops.native import build
 from openk3.report import png
 from tiny_run import tiny_recipe
 
@@ -26,6 +28,10 @@ def recipe(tmp_path):
 @pytest.mark.e2e
 def test_from_nothing_to_a_speaking_model(recipe, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(png, "available", lambda: False)  # drawing has its own tests, and is slow
+    compiler = threading.Thread(target=lambda: None)
+    compiler.start()
+    monkeypatch.setattr(build, "build_later", lambda: compiled.append(compiler) or compiler)
+    compiled = []
     argv = ["quickstart", str(recipe), "--minutes", "0.02", "--corpus-mb", "0.3", "--threads", "1"]
     assert cli.main(argv) == 0
     said = capsys.readouterr()
@@ -33,6 +39,7 @@ def test_from_nothing_to_a_speaking_model(recipe, tmp_path, capsys, monkeypatch)
         assert re.search(rf"{name}.*\d\.\d{{4}}", said.out), name
     assert f'k3 generate {tmp_path / "run"} "def "' in said.out
     assert (tmp_path / "run/report.html").is_file()
+    assert len(compiled) == 1
     assert "training" in said.err
     assert "steps of 128 tokens" in said.err
 

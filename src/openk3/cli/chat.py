@@ -25,6 +25,10 @@ HELP = """/image FILE   put a picture into your next message
 Ctrl-C stops an answer, Ctrl-D leaves. When the model calls a tool, type what the tool says, or
 !COMMAND to run it here: it reads the call's arguments, JSON, on its standard input."""
 PLAIN_HELP = "type a beginning and the model goes on; an empty line starts afresh, Ctrl-D leaves"
+TAKES = {
+    "/image": "the FILE of a picture",
+    "/effort": "low, high or max, with --thinking show or fold",
+}
 MAX_TOKENS = {"chat": 1024, "plain": 64}
 
 
@@ -139,6 +143,8 @@ def _command(conversation: Conversation, name: str, value: str = "") -> None:
         conversation.restart()
     elif name == "/help":
         sys.stderr.write(f"{HELP}\n")
+    elif name in TAKES:
+        raise InputError(f"{name} takes {TAKES[name]}, not {value!r}")
     else:
         known = nearest(name, {"/image", "/effort", "/new", "/help"})
         raise InputError(

@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
         return 130
     from openk3.ops.native.build import build_later
 
-    build_later()  # k3 generate and k3 chat, which come next, are then fast at once
+    compiler = build_later()  # k3 generate and k3 chat, which come next, are then fast at once
     say("3/4  the same text for n-grams and xz")
     facts: dict[str, Any] = _results(trainer, dataset) | {
         "seconds": round(time.monotonic() - started, 1)
@@ -53,6 +53,8 @@ def main(argv: list[str]) -> int:
     say("4/4  report")
     _keep_baselines(Path(recipe.run.folder), facts["bits_per_byte"])
     facts["files"] = [str(path) for path in _report(Path(recipe.run.folder))]
+    if compiler:
+        compiler.join()
     sys.stdout.write(common.json_text(facts) if options.json else _render(facts, recipe))
     return 0
 
