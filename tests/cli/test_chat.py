@@ -292,6 +292,34 @@ def test_a_second_interrupt_does_not_wait_for_the_step(pressed):
     assert engine.running == {}
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_model_answers_as_ever_after_an_interrupt(place, pressed, times):
+    llm = speak.open_llm(options_of("chat", place / "tiny_checkpoint"))
+    runner = llm.engine.runner
+    passes = []
+
+    def press(decode, prefill, run=runner._pass):
+        passes.append(len(prefill))
+        for _ in range(times if len(passes) == 8 else 0):
+            signal.raise_signal(signal.SIGINT)
+        return run(decode, prefill)
+
+    runner._pass = press
+    talk = Conversation(llm, SamplingParams(temperature=0, max_tokens=99),
+                        tools=read_tools(place / "tools.json"))  # fmt: skip
+    talk.say(ASK)
+    with pytest.raises(KeyboardInterrupt):
+        talk.answer(lambda delta: None)
+    assert len(passes) == 8
+    talk.restart()
+    talk.say(ASK)
+    [call] = talk.answer(lambda delta: None)
+    assert call.tool == "get_tide"
+    stats = llm.engine.stats()
+    assert (stats.cached_tokens > 0) == (times == 1)  # a step that broke off takes the cache along
+    assert (stats.running, stats.free_pages) == (0, stats.pages)
+
+
 def test_an_interrupted_text_keeps_what_was_written(pressed):
     _, engine = conversation("and it went on", _4=1)
     text = PlainText(LLM.over(engine, tokenizer()), SamplingParams())

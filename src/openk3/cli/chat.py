@@ -24,7 +24,8 @@ HELP = """/image FILE   put a picture into your next message
 /help         print this
 Ctrl-C stops an answer, Ctrl-D leaves. When the model calls a tool, type what the tool says, or
 !COMMAND to run it here: it reads the call's arguments, JSON, on its standard input."""
-PLAIN_HELP = "type a beginning and the model goes on; an empty line starts afresh, Ctrl-D leaves"
+PLAIN_HELP = """type a beginning and the model goes on; an empty line starts afresh
+Ctrl-C stops the model, Ctrl-D leaves"""
 TAKES = {
     "/image": "the FILE of a picture",
     "/effort": "low, high or max, with --thinking show or fold",

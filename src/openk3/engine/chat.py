@@ -37,6 +37,10 @@ class Prompt:
     num_pending: int = 0
     """Of these, the opened channel at the end, which usage does not count (as K3's own service)."""
 
+    def with_ids(self, ids: tuple[int, ...]) -> "Prompt":
+        """The same text in other tokens."""
+        return replace(self, ids=ids, num_tokens=self.num_tokens + len(ids) - len(self.ids))
+
 
 @dataclass(frozen=True)
 class Template:

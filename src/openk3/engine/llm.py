@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from openk3.engine.chat import ChatReader, Prompt, Template, chat_prompt, text_prompt
 from openk3.engine.choice import Choice, Part
 from openk3.engine.interrupts import held_back
+from openk3.engine.own_words import OwnWords
 from openk3.engine.service import SteppedEngine
 from openk3.engine.text_stream import Reader, TextReader
 from openk3.engine.types import (
@@ -106,6 +107,7 @@ class LLM:
     ) -> None:
         self.engine, self.tokenizer, self.processor = engine, tokenizer, processor
         self._numbers = count()
+        self._last: list[tuple[Prompt, Answer]] = []
 
     def generate(
         self,
@@ -152,7 +154,7 @@ class LLM:
         n: int = 1,
         on_delta: OnDelta | None = None,
     ) -> list[Answer]:
-        """Answer conversations.
+        """Answer conversations. A next turn of those of the last call keeps their tokens.
 
         Args:
             messages: one conversation, or several; OpenAI-style messages as `xtml.render` takes.
@@ -163,16 +165,18 @@ class LLM:
         """
         talks = [messages] if messages and isinstance(messages[0], Mapping) else messages
         _require_one(talks, images)
-        found = [
-            chat_prompt(
+        said = [(*prompt.ids, *answer.ids) for prompt, answer in self._last]
+        own_words = OwnWords(said, self.tokenizer)
+        found = []
+        for talk in talks:
+            prompt = chat_prompt(
                 talk,  # type: ignore[arg-type]
                 self.tokenizer,
                 template or Template(),
                 processor=self.processor,
                 images=images,
             )
-            for talk in talks
-        ]
+            found.append(prompt.with_ids(own_words.restore(prompt.ids)))
 
         def reader(prompt: Prompt) -> Reader:
             return ChatReader(self.tokenizer, thinking=prompt.thinking, stops=stop)
@@ -192,6 +196,7 @@ class LLM:
         params = self._with_ends(params or SamplingParams())
         each = [prompt for prompt in prompts for _ in range(n)]
         answers = [Answer(prompt_tokens=prompt.num_tokens) for prompt in each]
+        self._last = list(zip(each, answers, strict=True))
         messages = [Accumulator() for _ in each]
         choices = [
             Choice(i, f"llm-{next(self._numbers)}", reader(prompt)) for i, prompt in enumerate(each)
