@@ -27,7 +27,7 @@ def linear_cross_entropy(
     hidden [..., d], head [V, d], targets [...] int64, -100 where a token does not count. Divide by
     the number of counted targets for a mean. chunk_tokens None: as many as make 1.5 GB of logits
     on a GPU, where the float32 sum of the head's gradient is read and written once a chunk, and
-    1024 on a CPU. Raises InputError on a target outside [0, V).
+    1024 on a CPU. Raises InputError, also on a target outside [0, V) where targets are on the host.
     """
     if chunk_tokens is None:
         row = head.shape[0] * hidden.element_size()

@@ -11,7 +11,7 @@ from openk3.errors import BackendError, InputError
 from openk3.ops.attn_res import mix, mix_norm
 from openk3.ops.attn_res.reference import mix_reference
 from openk3.ops.norm.reference import rms_norm_reference
-from openk3.ops.row_kernels import dense
+from openk3.ops.rows import dense
 
 triton_mix = pytest.importorskip("openk3.ops.attn_res.triton_mix", exc_type=ImportError)
 EPS = 1e-5

@@ -81,6 +81,21 @@ def test_equal_scores_take_the_lowest_ids():
     assert counts.sum() == 13 * 20
 
 
+def test_a_nan_names_experts_that_exist():
+    """Its row's weights are NaN; the other rows are as they were."""
+    triton_router = pytest.importorskip("openk3.ops.moe.triton_router", exc_type=ImportError)
+    logits, bias = torch.randn(6, 20), torch.zeros(20)
+    before = triton_router.choose(logits, bias, 4, 1.0)
+    logits[2], logits[4, 7] = torch.nan, torch.nan
+    ids, weights, *_ = triton_router.choose(logits, bias, 4, 1.0)
+    assert [len({*row} & {*range(20)}) for row in ids.tolist()] == [4] * 6
+    assert 7 in ids[4]
+    assert weights[[2, 4]].isnan().all()
+    kept = [0, 1, 3, 5]
+    assert torch.equal(ids[kept], before[0][kept])
+    assert torch.equal(weights[kept], before[1][kept])
+
+
 def test_wrong_shapes_are_refused():
     x, router, down, bias = draw()
     counts, valid = torch.zeros(20, 1000, dtype=torch.int32), torch.ones(len(x), dtype=torch.bool)

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from openk3.ops.attn_res import kernels, ring
 from openk3.ops.norm.triton_norm import rms_norm_backward
-from openk3.ops.row_kernels import dense, dense_vector, few_warps, row_layout, row_meta
+from openk3.ops.rows import dense, dense_vector, few_warps, row_layout, row_meta
 from openk3.ops.triton_support import launch, num_sms
 
 

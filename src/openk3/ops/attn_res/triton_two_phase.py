@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from openk3.ops.attn_res import two_phase_kernels as kernels
-from openk3.ops.row_kernels import dense, dense_vector, few_warps, row_meta
+from openk3.ops.rows import dense, dense_vector, few_warps, row_meta
 from openk3.ops.triton_support import launch, num_sms, power_of_two
 
 

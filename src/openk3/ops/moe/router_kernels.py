@@ -59,7 +59,9 @@ def choose_experts(
     mask = in_range[:, None] & real[None, :]
     score = 1.0 / (1.0 + tl.exp(-tl.load(logits + offs, mask=mask, other=0.0)))
     b = tl.load(bias + expert, mask=real, other=0.0)
-    key = tl.where(real[None, :], score + b[None, :], -float("inf"))
+    key = score + b[None, :]
+    key = tl.where(key == key, key, 1e30)  # a NaN is chosen, lest an expert that is none were
+    key = tl.where(real[None, :], key, -float("inf"))
     slot = tl.arange(0, K_PAD)
     best_id = tl.zeros([BT, K_PAD], tl.int32)
     best = tl.zeros([BT, K_PAD], tl.float32)

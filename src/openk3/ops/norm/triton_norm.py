@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from openk3.ops.norm import kernels
-from openk3.ops.row_kernels import dense, dense_vector, few_warps, row_meta
+from openk3.ops.rows import dense, dense_vector, few_warps, row_meta
 from openk3.ops.triton_support import launch, num_sms
 
 
