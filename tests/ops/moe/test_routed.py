@@ -79,6 +79,27 @@ def test_several_choices_and_separate_weights(magnitude, join):
     compare(ids, 5, ours(ids, TORCH, join), magnitude=magnitude)
 
 
+@pytest.mark.parametrize("layout", ["every other", "turned", "padded"])
+@pytest.mark.parametrize("choice", [TORCH, TRITON, None], ids=["grouped_mm", "triton", "plain"])
+def test_weights_of_any_layout(choice, layout):
+    ids = spread([2, 0, 3])
+    (x, weights, w13, w2), _ = case(ids, 3)
+    dense = [w13[:, :64].contiguous(), w13[:, 64:].contiguous(), w2]
+    if layout == "every other":
+        views = [torch.stack([w, -w], -1)[..., 0] for w in dense]
+    elif layout == "turned":
+        views = [w.mT.contiguous().mT for w in dense]
+    else:
+        views = [torch.cat([w.flatten(1), w[:, 0, :5]], 1)[:, :-5].view(w.shape) for w in dense]
+    outs = [
+        expert_mlp(x, ids, weights, *w)
+        if choice is None
+        else routed.routed_experts(x, ids, weights, *w, choice=choice)
+        for w in (views, dense)
+    ]
+    torch.testing.assert_close(*outs, atol=1e-5, rtol=1e-5)
+
+
 def test_more_rows_than_a_tile_and_recomputation():
     ids = spread([130, 40])
     kept = compare(ids, 2, ours(ids, TRITON))

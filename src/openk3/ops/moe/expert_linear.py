@@ -28,7 +28,8 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 def _product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     if _grouped_mm_takes(x, weight):
-        return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets.int())
+        dense = weight if 1 in weight.stride()[1:] else weight.contiguous()
+        return F.grouped_mm(x.contiguous(), dense.transpose(1, 2), offs=offsets.int())
     pieces = zip(_pieces(x, offsets), weight.unbind(0), strict=True)
     used = [F.linear(rows, w) for rows, w in pieces]
     unused = x.shape[0] - sum(len(rows) for rows in used)

@@ -141,7 +141,8 @@ def routed_experts(
 
     x [T, L]; ids [T, k], weights [T, k] float32; w1, w3 [E, F, L], w2 [E, L, F]; returns [T, L].
     Let w1 and w3 be w13[:, :F] and w13[:, F:] of one tensor [E, 2 F, L]: they are then one product.
-    `recompute` drops gate and up too and makes them again in the backward pass.
+    Weights whose rows are not dense are copied for the call. `recompute` drops gate and up too and
+    makes them again in the backward pass.
     """
     if choice is None:
         # not by whether gradients are wanted: a checkpointed pass and its repetition must agree
@@ -151,13 +152,18 @@ def routed_experts(
         x.contiguous(),
         weights.float().contiguous(),
         ids,
-        w1,
-        w3,
-        w2,
+        *map(_dense_rows, (w1, w3, w2)),
         Betas(beta1, beta2),
         choice,
         recompute,
     )
+
+
+def _dense_rows(w: Tensor) -> Tensor:
+    """w [E, N, K], or a copy if the experts' rows are not those of one matrix, 16 bytes aligned."""
+    rows = w.stride()[1:] == (w.shape[2], 1) and w.stride(0) % w.shape[2] == 0
+    aligned = w.storage_offset() * w.element_size() % 16 == 0
+    return w if rows and aligned else w.clone(memory_format=torch.contiguous_format)
 
 
 def default_choice(device: torch.device, rows_per_expert: float, *, training: bool) -> Choice:
