@@ -13,6 +13,7 @@ pytest.importorskip("xgrammar", reason="the serve extra is not installed")
 PIL_Image = pytest.importorskip("PIL.Image", reason="the vision extra is not installed")
 
 from openai_server import MODEL, serving  # noqa: E402
+from openk3.api.openai.prepare import LEAST_OF_A_MESSAGE  # noqa: E402
 from openk3.text.image import ImageProcessor  # noqa: E402
 from scripted_engine import tokenizer  # noqa: E402
 
@@ -251,8 +252,20 @@ def test_a_prompt_that_is_too_long_names_both_numbers(server):
     assert error["code"] == "context_length_exceeded"
     assert "2500" in error["message"]
     assert "2000" in error["message"]
+    assert error["param"] == "prompt"
     huge = said({"role": "user", "content": [{"type": "image_url", "image_url": png(900, 900)}]})
     assert server.post(*huge).json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_more_messages_than_can_fit_are_refused_before_they_are_rendered(server, monkeypatch):
+    empty = {"role": "user", "content": ""}
+    cost = server.post("/tokenize", {"messages": [empty] * 2}).json()["count"]
+    cost -= server.post("/tokenize", {"messages": [empty]}).json()["count"]
+    assert cost >= LEAST_OF_A_MESSAGE
+    monkeypatch.setattr("openk3.api.openai.prepare.chat_prompt", lambda *_a, **_k: 1 / 0)
+    error = server.post(*said(*[empty] * 400)).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert "at least 2400 tokens; the context holds 2000" in error["message"]
 
 
 def test_a28_a_bad_grammar_fails_its_own_request_alone(server):
@@ -348,3 +361,57 @@ def test_a_vocabulary_without_chat_tokens_goes_on_with_texts_alone(tmp_path):
             assert answer.status_code == 400, path
             assert "no chat tokens" in answer.json()["error"]["message"]
         assert server.post("/tokenize", {"prompt": "hi"}).status_code == 200
+
+
+MANY = 300_000
+COUNTLESS = [
+    (TEXT, {"prompt": ["a"] * MANY + [1]}),
+    (TEXT, {"prompt": [1] * MANY + [[1]]}),
+    (TEXT, {"prompt": "x", "logit_bias": dict.fromkeys(range(MANY), "x")}),
+    (TEXT, {"prompt": "x", "stop": [1] * MANY}),
+    (TEXT, {"prompt": "x", "stop_token_ids": ["a"] * MANY}),
+    (CHAT, {"messages": [1] * MANY}),
+    (CHAT, {"messages": HI, "tools": [1] * MANY}),
+    ("/v1/messages", {"max_tokens": 1, "messages": [1] * MANY}),
+    ("/v1/messages", {"max_tokens": 1, "messages": HI, "system": [1] * MANY}),
+    ("/v1/responses", {"input": [1] * MANY}),
+    ("/detokenize", {"tokens": ["a"] * MANY}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), COUNTLESS, ids=[str(b)[:24] for _, b in COUNTLESS])
+def test_a_body_of_countless_mistakes_is_told_one(path, body, monkeypatch):
+    """A list of every mistake would hold up all other callers: it takes a minute for a body of
+    20 MB."""
+    from openk3.api.openai import errors
+
+    counts = []
+    told = errors._invalid
+    monkeypatch.setattr(
+        errors, "_invalid", lambda error: (counts.append(error.error_count()), told(error))[1]
+    )
+    with serving() as server:
+        answer = server.post(path, body)
+    assert answer.status_code == 400
+    assert len(answer.json()["error"]["message"]) < 200
+    assert counts[0] < 10
+
+
+def test_what_a_prompt_may_be_is_said(server):
+    for wrong in (
+        1.5,
+        True,
+        None,
+        {"a": 1},
+        [1.5],
+        [True],
+        ["a", 1],
+        ["a", [1]],
+        [[1], 1],
+        [[[1]]],
+    ):
+        error = server.post(TEXT, {"prompt": wrong}).json()["error"]
+        assert error["param"] == "prompt"
+        assert error["message"].startswith("prompt: must be a text, token ids, or a list"), wrong
+    for right in ("x", "", [5], ["x", "y"], [[5], [6]], [[]], [""]):
+        assert server.post(TEXT, {"prompt": right}).status_code == 200, right

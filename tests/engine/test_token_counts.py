@@ -5,7 +5,8 @@ import shutil
 import pytest
 
 from conftest import GOLDEN_SHARED
-from openk3.engine.chat import Template, chat_prompt
+from openk3.engine.chat import ChatReader, Template, chat_prompt
+from openk3.engine.text_stream import TextReader
 from openk3.text import tokenizer
 
 RANKS = GOLDEN_SHARED / "data" / "kimi_tiktoken.model"
@@ -38,3 +39,15 @@ def test_what_the_vendors_verifier_counts(kimi):
     talk = [*hi, {"role": "assistant", "content": "hello"}, *hi]
     kept = counted(kimi, talk, thinking_effort=None) - counted(kimi, talk, thinking=False)
     assert kept == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [("🙂", [5885, 46813]), ("🦙", [5885, 99, 247]), ("𠮷", [172, 254, 106, 115])],
+)
+def test_a24_a_character_of_several_of_kimis_tokens_is_never_cut(kimi, text, ids):
+    """ferrox#124: the ids are those of the report."""
+    assert kimi.encode(text) == ids
+    for reader in (TextReader(kimi), ChatReader(kimi, thinking=False)):
+        said = [[d.text for d in reader.feed([i]) if d.kind == "content"] for i in ids]
+        assert said == [*([[]] * (len(ids) - 1)), [text]]

@@ -10,7 +10,15 @@ from openk3.api.openai.conversation import Conversation, joined_text, read
 from openk3.api.openai.errors import bad
 from openk3.api.openai.generation import Unit
 from openk3.api.openai.images import Pictures
-from openk3.api.openai.requests import AnswerBody, Body, Sampling, Thinking
+from openk3.api.openai.requests import (
+    AnswerBody,
+    Body,
+    Messages,
+    Objects,
+    Sampling,
+    Thinking,
+    Words,
+)
 from openk3.api.openai.state import Serving
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -19,9 +27,9 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 class MessagesBody(Body):
     """What both paths read."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Messages
+    system: str | Objects | None = None
+    tools: Objects | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
@@ -34,7 +42,7 @@ class CreateBody(MessagesBody, AnswerBody):
     temperature: float | None = Field(default=None, ge=0, le=1)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=0)
-    stop_sequences: list[str] | None = None
+    stop_sequences: Words | None = None
 
 
 def units(state: Serving, body: CreateBody) -> list[Unit]:

@@ -43,7 +43,7 @@ def units(state: Serving, body: CompletionBody) -> list[Unit]:
     try:
         wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
         for prompt in prompts:
-            state.require_room(prompt.num_tokens)
+            state.require_room(prompt.num_tokens, "prompt")
             for i in range(body.n or 1):
                 params = prepare.sampling(state, body, prompt.num_tokens, wanted, body.logprobs, i)
                 if body.echo:

@@ -89,4 +89,5 @@ def _invalid(error: ValidationError) -> ApiError:
     """Names the field and what is wrong with it; the value, which may be a prompt, stays out."""
     first = error.errors(include_input=False, include_url=False, include_context=False)[0]
     where = ".".join(str(part) for part in first["loc"])
-    return ApiError(400, f"{where or 'body'}: {first['msg']}", "invalid_value", where or None)
+    message = first["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{where or 'body'}: {message}", "invalid_value", where or None)

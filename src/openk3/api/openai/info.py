@@ -93,14 +93,19 @@ async def tokenize(request: Request) -> Response:
     """Ids of a text, or of a conversation as the template renders it."""
     state = state_of(request)
     body = await read_body(request, TokenizeBody)
-    ids = await asyncio.to_thread(_tokenize, state, body)
+    return await asyncio.to_thread(_tokenized, state, body)
+
+
+def _tokenized(state: Serving, body: TokenizeBody) -> Response:
+    """The answer; a long text takes a while, also as JSON."""
+    ids = _ids(state, body)
     answer = {"count": len(ids), "max_model_len": state.max_context, "tokens": ids}
     if body.return_token_strs:
         answer["token_strs"] = [state.tokenizer.decode([i]) for i in ids]
     return JSONResponse(answer)
 
 
-def _tokenize(state: Serving, body: TokenizeBody) -> list[int]:
+def _ids(state: Serving, body: TokenizeBody) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise bad("give either prompt or messages", "prompt")
     if body.prompt is not None:
@@ -120,6 +125,10 @@ async def detokenize(request: Request) -> Response:
     """The text of ids."""
     state = state_of(request)
     body = await read_body(request, DetokenizeBody)
+    return await asyncio.to_thread(_detokenized, state, body)
+
+
+def _detokenized(state: Serving, body: DetokenizeBody) -> Response:
     for token_id in body.tokens:
         if not 0 <= token_id < state.tokenizer.vocab_size:
             raise bad(f"{token_id} is no token id", "tokens")

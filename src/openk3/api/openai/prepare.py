@@ -13,14 +13,18 @@ from openk3.engine.chat import ChatReader, Prompt, chat_prompt
 from openk3.engine.types import SamplingParams
 from openk3.errors import BackendError, OpenK3Error
 
-MAX_BIASES = 1024
+LEAST_OF_A_MESSAGE = 6
+"""Tokens of an empty one, with any vocabulary: its four markers and its name, twice."""
 
 
 def prompt_of(state: Serving, conversation: Conversation) -> Prompt:
     """The prompt; blocking. Raises ApiError 400, also for one that does not fit the context."""
+    least = LEAST_OF_A_MESSAGE * len(conversation.messages)
+    state.require_room(least, lead="at least ")  # rendering a million of them takes minutes
     opened = images.decode(conversation.pictures, state.options.max_image_pixels)
     if opened and state.processor:
-        state.require_room(sum(state.processor.num_tokens(i.width, i.height) for i in opened))
+        rows = sum(state.processor.num_tokens(i.width, i.height) for i in opened)
+        state.require_room(rows, lead="at least ")
     try:
         prompt = chat_prompt(
             conversation.messages,
@@ -121,8 +125,6 @@ def _wrapped(seed: int) -> int:
 
 
 def _biases(given: Mapping[str, float], vocab_size: int) -> dict[int, float]:
-    if len(given) > MAX_BIASES:
-        raise bad(f"more than {MAX_BIASES} entries", "logit_bias")
     biases = {}
     for key, value in given.items():
         if not key.isascii() or not key.isdigit() or not int(key[:20]) < vocab_size:

@@ -1,10 +1,17 @@
 """The bodies that callers send: names and types of their fields. Unknown fields are ignored."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, field_validator, model_validator
 
 MAX_CHOICES = 128
+MAX_BIASES = 1024
+
+# Without bounds a body of a few megabytes has millions of wrong items, and pydantic lists them all.
+Objects = Annotated[list[dict[str, Any]], Field(max_length=1 << 17)]
+Messages = Annotated[Objects, Field(min_length=1)]
+Words = Annotated[list[str], Field(max_length=1024)]
+Ids = Annotated[list[int], Field(max_length=1 << 21), FailFast()]
 
 
 class Exact(BaseModel):
@@ -38,12 +45,19 @@ class Sampling(AnswerBody):
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, gt=0, le=10)
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = Field(default=None, max_length=MAX_BIASES)
     max_tokens: int | None = Field(default=None, ge=0)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Words | None = None
+    stop_token_ids: list[int] | None = Field(default=None, max_length=1024)
     ignore_eos: bool | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _biases(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
+        if given and not all(type(value) in (int, float) for value in given.values()):
+            raise ValueError("values must be numbers")
+        return given
 
     @model_validator(mode="after")
     def _options(self) -> "Sampling":
@@ -75,9 +89,9 @@ class Thinking(Exact):
 class ChatBody(Sampling):
     """POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: Messages
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
@@ -97,19 +111,30 @@ class ChatBody(Sampling):
 class CompletionBody(Sampling):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Any
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
     logprobs: int | None = Field(default=None, ge=0, le=20)
+
+    @field_validator("prompt")
+    @classmethod
+    def _prompt(cls, given: Any) -> Any:
+        """By hand: of a union pydantic would tell what is wrong with every item in every case."""
+        kinds = (_is_text, _is_id, _is_ids)
+        if _is_text(given):
+            return given
+        if isinstance(given, list) and any(all(map(fits, given)) for fits in kinds):
+            return given
+        raise ValueError("must be a text, token ids, or a list of texts or of lists of token ids")
 
 
 class TokenizeBody(Body):
     """POST /tokenize: a text, or a conversation as for chat completions."""
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Objects | None = None
+    tools: Objects | None = None
     thinking: Thinking | None = None
     reasoning_effort: str | None = None
     return_token_strs: bool | None = None
@@ -118,4 +143,16 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """POST /detokenize."""
 
-    tokens: list[int]
+    tokens: Ids
+
+
+def _is_text(given: Any) -> bool:
+    return isinstance(given, str)
+
+
+def _is_id(given: Any) -> bool:
+    return type(given) is int
+
+
+def _is_ids(given: Any) -> bool:
+    return isinstance(given, list) and all(map(_is_id, given))

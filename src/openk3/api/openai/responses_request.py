@@ -10,19 +10,19 @@ from openk3.api.openai.conversation import joined_text, read
 from openk3.api.openai.errors import bad
 from openk3.api.openai.generation import Unit
 from openk3.api.openai.images import Pictures
-from openk3.api.openai.requests import AnswerBody, Sampling
+from openk3.api.openai.requests import AnswerBody, Objects, Sampling
 from openk3.api.openai.state import Serving
 
 
 class ResponsesBody(AnswerBody):
     """POST /v1/responses."""
 
-    input: str | list[dict[str, Any]]
+    input: str | Objects
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: dict[str, Any] | None = None

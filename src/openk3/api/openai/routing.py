@@ -59,7 +59,9 @@ async def read_body(request: Request, kind: type[B]) -> B:
     except ValidationError as error:
         raise as_api_error(error) from None
     except TimeoutError:
-        raise ApiError(408, f"the body did not come within {limit:g} s") from None
+        raise ApiError(
+            408, f"the body did not come within {limit:g} s", headers={"connection": "close"}
+        ) from None
     except TooLargeError as error:
         raise ApiError(413, str(error), "request_too_large") from None
     except ClientDisconnect:

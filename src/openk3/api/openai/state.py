@@ -74,13 +74,16 @@ class Serving:
             if not 0 <= token_id < self.vocab_size:
                 raise bad(f"{token_id} is no token id below {self.vocab_size}", param)
 
-    def require_room(self, num_tokens: int) -> None:
-        """Raises ApiError 400 for a prompt that leaves no room for an answer."""
+    def require_room(self, num_tokens: int, param: str = "messages", lead: str = "") -> None:
+        """Raises ApiError 400 for a prompt that leaves no room for an answer.
+
+        lead: before the number, as "at least ".
+        """
         if num_tokens >= self.max_context:
             raise ApiError(
                 400,
-                f"the prompt has {num_tokens} tokens; the context holds {self.max_context}, the "
-                "answer included",
+                f"the prompt has {lead}{num_tokens} tokens; the context holds {self.max_context}, "
+                "the answer included",
                 "context_length_exceeded",
-                "messages",
+                param,
             )
