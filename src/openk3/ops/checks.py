@@ -1,7 +1,5 @@
 """Checks of tensor arguments that the public ops share. Every failure is an InputError by name."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -9,12 +7,12 @@ from openk3.errors import InputError
 
 
 def check_tensor(
-    name: str, x: object, shape: Sequence[int], device: torch.device, *, kind: str = "floating"
+    name: str, x: object, shape: tuple[int, ...], device: torch.device, *, kind: str = "floating"
 ) -> None:
     """x must be a tensor of this shape on `device`, of "floating" point, "integer" or "bool"."""
     if not isinstance(x, Tensor):
         raise InputError(f"{name} must be a tensor, not {type(x).__name__}")
-    if tuple(x.shape) != tuple(shape):
+    if x.shape != shape:
         raise InputError(f"{name} must be {list(shape)}, not {list(x.shape)}")
     check_kind(name, x, kind)
     if x.device != device:
@@ -47,9 +45,3 @@ def check_range(name: str, x: Tensor, low: int, high: int) -> None:
     if int(least) < low or int(most) >= high:
         worst = int(least) if int(least) < low else int(most)
         raise InputError(f"{name} must lie in [{low}, {high}); one is {worst}")
-
-
-def check_distinct(name: str, x: Tensor) -> None:
-    """No value of x twice; x is `readable`."""
-    if x.unique().numel() < x.numel():
-        raise InputError(f"{name} must be distinct; they are {x.tolist()}")

@@ -31,7 +31,8 @@ def mix_reference(
     """Softmax over depth: (mixed [..., d] in the sources' dtype, weights [..., S] float32)."""
     wide = wide_dtype(sources[0])
     direction = query.reshape(-1).to(wide) * norm_weight.to(wide)
-    scores = torch.stack([depth_score(v.to(wide), direction, eps) for v in sources], -1)
+    with outside_autocast(direction.device):
+        scores = torch.stack([depth_score(v.to(wide), direction, eps) for v in sources], -1)
     weights = scores.softmax(-1)
     mixed = sources[0].to(wide) * weights[..., 0, None]
     for i in range(1, len(sources)):
@@ -41,5 +42,4 @@ def mix_reference(
 
 def depth_score(v: Tensor, direction: Tensor, eps: float) -> Tensor:
     """RMS-normed key times query, without forming the key. v [..., d], direction [d] -> [...]."""
-    with outside_autocast(v.device):
-        return (v @ direction) * torch.rsqrt(v.pow(2).mean(-1) + eps)
+    return (v @ direction) * torch.rsqrt(v.pow(2).mean(-1) + eps)

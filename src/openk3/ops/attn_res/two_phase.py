@@ -67,7 +67,8 @@ class _Reference:
     @staticmethod
     def merge_running(partial, lse, running, query, norm_weight, eps, out_norm):
         p = running.to(wide_dtype(running))
-        score = depth_score(p, query.to(p.dtype) * norm_weight.to(p.dtype), eps)
+        with outside_autocast(p.device):
+            score = depth_score(p, query.to(p.dtype) * norm_weight.to(p.dtype), eps)
         share = torch.sigmoid(score - lse)[:, None]
         mixed = ((1 - share) * partial.to(p.dtype) + share * p).to(running.dtype)
         return mixed if out_norm is None else rms_norm(mixed, *out_norm, backend="reference")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from openk3.errors import InputError
-from openk3.ops.checks import check_distinct, check_range, check_tensor, readable
+from openk3.ops.checks import check_tensor, readable
 from openk3.ops.kda.call import check_lower_bound
 
 TAPS = 4
@@ -132,14 +132,20 @@ class Step(NamedTuple):
 
     def _check_values(self) -> None:
         """Slots and counts of the rows that are no padding."""
-        real = self.slots >= 0
-        check_range("slots", self.slots[real], 0, self.state.shape[0])
-        check_distinct("slots", self.slots[real])
-        if self.pending is None or self.accepted is None:
-            return
-        many, capacity = self.pending.q.shape[:2]
-        check_range("windows", self.windows[real], 0, many)
-        check_distinct("windows", self.windows[real])
-        check_range("accepted", self.accepted[real], 0, capacity + 1)
-        if self.advance is not None:
-            check_range("advance", self.advance[real], 0, self.inputs[0].shape[1] + 1)
+        real = [b for b, slot in enumerate(self.slots.tolist()) if slot >= 0]
+
+        def check(name: str, numbers: Tensor | None, stop: int, *, distinct: bool = False) -> None:
+            every = [] if numbers is None else numbers.tolist()
+            values = [every[b] for b in real if every]
+            wrong = [x for x in values if not 0 <= x < stop]
+            if wrong:
+                raise InputError(f"{name} must lie in [0, {stop}); one is {wrong[0]}")
+            if distinct and len(set(values)) < len(values):
+                raise InputError(f"{name} must be distinct; they are {values}")
+
+        check("slots", self.slots, self.state.shape[0], distinct=True)
+        if self.pending is not None:
+            many, capacity = self.pending.q.shape[:2]
+            check("windows", self.windows, many, distinct=True)
+            check("accepted", self.accepted, capacity + 1)
+            check("advance", self.advance, self.inputs[0].shape[1] + 1)

@@ -13,7 +13,7 @@ from openk3.errors import InputError
 from openk3.ops import mx
 from openk3.ops.backends import triton_or_reference
 from openk3.ops.checks import check_range, check_tensor
-from openk3.ops.moe.expert_linear import grouped_linear
+from openk3.ops.moe.expert_linear import check_grouped, expert_linear
 from openk3.ops.moe.situ import situ_glu
 from openk3.ops.precision import outside_autocast, wide_dtype
 from openk3.ops.triton_support import triton_runs
@@ -84,14 +84,17 @@ def grouped_mlp(
     """w2(SiTU(w1 x, w3 x)) of each row's expert. rows [R, L] grouped by expert -> [R, L].
 
     offsets [E] int32; w1, w3 [E, F, L], w2 [E, L, F]. mxfp8_inputs rounds the input of each
-    product to MXFP8, with a straight-through gradient.
+    product to MXFP8, with a straight-through gradient. Raises InputError.
     """
+    check_grouped(rows, w1, offsets)
+    check_tensor("w3", w3, w1.shape, rows.device)
+    check_tensor("w2", w2, (w1.shape[0], w1.shape[2], w1.shape[1]), rows.device)
     rows = mx.fake_quantize(rows, "mxfp8") if mxfp8_inputs else rows
-    gate = grouped_linear(rows, w1, offsets)
-    up = grouped_linear(rows, w3, offsets)
+    gate = expert_linear(rows, w1, offsets)
+    up = expert_linear(rows, w3, offsets)
     inner = situ_glu(gate, up, beta1, beta2)
     inner = mx.fake_quantize(inner, "mxfp8") if mxfp8_inputs else inner
-    return grouped_linear(inner, w2, offsets)
+    return expert_linear(inner, w2, offsets)
 
 
 def _triton() -> Any:
