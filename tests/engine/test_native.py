@@ -103,8 +103,16 @@ def answer(engine, name):
     return ids
 
 
+@pytest.fixture
+def three_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
 @needs_compiler
-def test_plain_steps_until_the_compiler_is_done(model, monkeypatch):
+def test_plain_steps_until_the_compiler_is_done(model, monkeypatch, three_threads):
     done = threading.Event()
     compiler = threading.Thread(target=done.wait)
     compiler.start()
@@ -112,10 +120,12 @@ def test_plain_steps_until_the_compiler_is_done(model, monkeypatch):
     engine = Engine(model, EngineConfig(**SIZES, compiled="later"))
     first = answer(engine, "a")
     assert engine.runner._native._recorder is None
+    assert torch.get_num_threads() == 2
     done.set()
     compiler.join()
     assert answer(engine, "b") == first
     assert engine.runner._native._recorder is not None
+    assert torch.get_num_threads() == 3
     assert answer(Engine(model, EngineConfig(**SIZES, compiled=False)), "c") == first
 
 

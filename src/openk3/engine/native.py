@@ -10,7 +10,9 @@ Legend: R tokens that choose, N tokens in all, V vocabulary, d model width.
 """
 
 import logging
+import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -55,7 +57,7 @@ class NativePasses:
         self._standing, self._recorder = Standing(model), None
         # whoever wants the same floats always waits for the compiler
         later = config.compiled == "later" and not config.batch_invariant
-        self._building = build_later() if later else None
+        self._building = Building.begin() if later else None
         if self._building is None:
             self._recorder = self._recorded()
 
@@ -64,7 +66,7 @@ class NativePasses:
 
     def _stands(self) -> bool:
         """Whether there is a recording of the model as it is; it is recorded anew where it can."""
-        if self._building is not None and self._building.is_alive():
+        if self._building is not None and not self._building.ended():
             return False
         if self._building is not None or not self._standing.holds():
             self._building, self._recorder = None, None
@@ -114,6 +116,33 @@ class NativePasses:
             return _segment(chunk)
         replayed = accepted.get(chunk.slot, 0)
         return _segment(chunk, window=(chunk.slot, replayed, batch.advance(chunk)))
+
+
+@dataclass
+class Building:
+    """A compiler at work beside plain steps. These leave it a core: threads that wait for one that
+    lost its core make steps of small models several times slower."""
+
+    compiler: threading.Thread
+    threads: int
+    """That steps have otherwise."""
+
+    @classmethod
+    def begin(cls) -> "Building | None":
+        """None if the library is there already, or cannot be built."""
+        compiler = build_later()
+        if compiler is None:
+            return None
+        threads = torch.get_num_threads()
+        torch.set_num_threads(max(1, threads - 1))
+        return cls(compiler, threads)
+
+    def ended(self) -> bool:
+        """Whether the compiler is done; if so, steps have all threads again."""
+        done = not self.compiler.is_alive()
+        if done:
+            torch.set_num_threads(self.threads)
+        return done
 
 
 def _multiplications(model: K3) -> int:
