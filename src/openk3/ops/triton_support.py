@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from openk3.errors import BackendError
+
 
 @cache
 def has_triton() -> bool:
@@ -71,6 +73,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
     """
     facts = _facts(args)
     if facts is None:
+        _refuse_host_tensors(kernel, args)
         settle_key(kernel)
         kernel[grid](*args, **meta)
         return
@@ -89,6 +92,7 @@ def launch_named(kernel: Any, grid: tuple[int, ...], **meta: Any) -> None:
     loose = {name: x for name, x in meta.items() if isinstance(x, torch.Tensor | tuple)}
     facts = _facts(tuple(loose.values()))
     if facts is None or not any(isinstance(x, torch.Tensor) for x in loose.values()):
+        _refuse_host_tensors(kernel, tuple(loose.values()))
         kernel[grid](**meta)
         return
     others = tuple((name, x) for name, x in meta.items() if name not in loose)
@@ -99,6 +103,15 @@ def launch_named(kernel: Any, grid: tuple[int, ...], **meta: Any) -> None:
         _remember(key, kernel[grid](**meta))
         return
     compiled[(*grid, 1, 1)[:3]](*(meta[name] for name in kernel.arg_names))
+
+
+def _refuse_host_tensors(kernel: Any, args: tuple[Any, ...]) -> None:
+    """Raises BackendError where a compiled kernel would meet a tensor that is not on a GPU."""
+    if not hasattr(type(kernel), "cache_key"):  # the interpreter runs it
+        return
+    for x in args:
+        if isinstance(x, torch.Tensor) and not x.is_cuda:
+            raise BackendError(f"Triton kernels need a CUDA device; a tensor is on {x.device}")
 
 
 def settle_key(function: Any) -> None:

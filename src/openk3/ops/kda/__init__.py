@@ -84,10 +84,11 @@ def kda(
     On a CUDA device the values of a cu_seqlens that is already there are trusted, not read.
 
     q, k [B,T,H,K], v [B,T,H,V], g [B,T,H,K] decay logits, beta [B,T,H] logits, all raw: L2 norm
-    (eps 1e-6), the gate lower_bound * sigmoid(exp(A_log) (g + dt_bias)) of eq. 5 and the sigmoid of
-    beta happen inside. A_log [H], dt_bias [H * K] or None, float32. scale None is K ** -0.5.
-    initial_state [N,H,K,V] float32 or None; cu_seqlens [N + 1] for a packed row (then B = 1).
-    state_positions [P]: flat token indices b * T + t whose states are wanted.
+    (eps 1e-6), the gate lower_bound * sigmoid(exp(A_log) (g + dt_bias)) of eq. 5, lower_bound in
+    [-5, 0), and the sigmoid of beta happen inside. A_log [H], dt_bias [H * K] or None, float32.
+    scale None is K ** -0.5. initial_state [N,H,K,V] float32 or None; cu_seqlens [N + 1] for a
+    packed row (then B = 1). state_positions [P]: flat token indices b * T + t whose states are
+    wanted.
 
     Returns (o [B,T,H,V] in v's dtype, final state [N,H,K,V] float32 or None) and, if
     state_positions is given, the states after those tokens [P,H,K,V]. Raises InputError on a wrong

@@ -101,7 +101,7 @@ def kda_decode(
     the slot's. With advance [B] the states move on by the first advance[b] of the new tokens at
     once (0 to T; the row's next `accepted` must then be less by as many, counted from there, that
     is 0). T and P are at most 16 for the kernels. Returns o [B,T,H,D] in gate's dtype.
-    Raises InputError, BackendError.
+    Raises InputError, BackendError; on a GPU the values of slots and counts are trusted.
     """
     if q.ndim != 4 or 0 in q.shape[1:]:
         raise InputError(f"q must be [B, T, H, D], none of T, H, D zero; not {list(q.shape)}")
