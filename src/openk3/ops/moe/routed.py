@@ -64,7 +64,7 @@ class _RoutedExperts(torch.autograd.Function):
             act = situ_forward(gate, up, betas, plan.last_row)
         y = _rows(choice, act, w2, plan, True)
         saved = (gate, up) if keep else (None, None)
-        ctx.save_for_backward(x, weights, w1, w3, w2, *saved, *plan[:6], *plan.tiles)
+        ctx.save_for_backward(x, weights, w1, w3, w2, *saved, *plan.tensors())
         ctx.betas, ctx.choice = betas, choice
         return combine_rows(y, plan, x.shape[0], weights)
 
