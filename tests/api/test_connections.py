@@ -317,6 +317,8 @@ def test_metrics_have_the_names_of_dashboards():
         "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc",
         "vllm:prompt_tokens_total", "vllm:generation_tokens_total",
         "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total",
+        "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_draft_tokens_total",
+        "vllm:spec_decode_num_accepted_tokens_total", "k3:longest_wait_seconds",
         "vllm:num_preemptions_total", "vllm:time_to_first_token_seconds_bucket",
         "vllm:request_time_per_output_token_seconds_bucket",
         "vllm:e2e_request_latency_seconds_count", "vllm:request_success_total",

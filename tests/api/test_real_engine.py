@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from functools import cache
 
 import pytest
 
@@ -14,6 +15,7 @@ from openk3.engine.scripted import ScriptedRunner  # noqa: E402
 from openk3.engine.types import EngineConfig  # noqa: E402
 from openk3.text.image import ImageProcessor  # noqa: E402
 from scripted_engine import ids_of, tokenizer  # noqa: E402
+from small_models import lively_model  # noqa: E402
 
 H, P = 16, 64
 OFF = {"thinking": {"type": "disabled"}}
@@ -154,6 +156,53 @@ def test_an_echoed_prompt_has_its_log_probabilities():
     assert len(bare) == 1
     assert alone["usage"] == bare[0]["usage"]
     assert alone["usage"]["completion_tokens"] == 0
+
+
+REPEATING = "the weather in Paris is fine " * 4
+DRAWN = [
+    {"temperature": 0},
+    {"temperature": 0.9, "seed": 5, "top_p": 0.9, "n": 2},
+    {"temperature": 0.7, "seed": 6, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
+    {"temperature": 0, "logit_bias": {"80": 100}, "stop": ["p" * 9]},
+]
+
+
+@cache
+def drafted(**options) -> tuple[list, dict[str, float]]:
+    """What a small model says to DRAWN, and what the metrics say of drafts."""
+    config = EngineConfig(hash_block=16, num_pages=60, **options)
+    made = Engine(lively_model(seed=3, mtp=True), config)
+    with serving(engine=made, vocab_size=made.runner.vocab_size) as server:
+        said = []
+        for fields in DRAWN:
+            body = {"prompt": REPEATING, "max_tokens": 20, "ignore_eos": True, **fields}
+            answer = server.post("/v1/completions", body).json()
+            parts = server.stream("/v1/completions", body)[:-1]
+            for choice in answer["choices"]:
+                assert choice["text"] == "".join(
+                    one["text"] for part in parts for one in part["choices"]
+                    if one["index"] == choice["index"]
+                )  # fmt: skip
+            usage = {**answer["usage"], "prompt_tokens_details": None}
+            said.append(([(c["text"], c["finish_reason"]) for c in answer["choices"]], usage))
+        lines = server.client.get("/metrics").text.splitlines()
+    found = [line.split() for line in lines if line.startswith("vllm:spec_decode_num")]
+    return said, {
+        name.split("{")[0].removeprefix("vllm:spec_decode_num_"): float(value)
+        for name, value in found
+    }
+
+
+@pytest.mark.parametrize("draft", ["ngram", "mtp"])
+def test_drafts_change_no_answer_and_are_counted(draft):
+    plain, nothing = drafted()
+    assert set(nothing.values()) == {0}
+    said, counts = drafted(num_drafts=3, draft=draft)
+    assert said == plain
+    drafts, tokens = counts["drafts_total"], counts["draft_tokens_total"]
+    accepted = counts["accepted_tokens_total"]
+    assert 0 < drafts <= tokens <= 3 * drafts
+    assert 0 < accepted <= tokens
 
 
 def test_n_choices_take_their_prompt_from_the_cache():

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from openk3.engine.chat import ChatReader
 from openk3.engine.text_stream import StopStrings, TextReader
 from openk3.errors import InputError
 from scripted_engine import tokenizer
@@ -63,3 +64,12 @@ def test_a24_no_half_characters(text):
         parts = [d for i in ids[:cut] for d in single.feed([i])] + single.finish()
         assert "".join(d.text for d in once) == "".join(d.text for d in parts)
         assert "".join(d.text for d in parts) == tokenizer().decode(ids[:cut])
+
+
+@pytest.mark.parametrize("beyond", [tokenizer().vocab_size, 10**6])
+def test_an_id_that_no_vocabulary_has_says_nothing(beyond):
+    """A model has more rows than ids where they were filled up to a round number."""
+    ids = [*tokenizer().encode("fi"), beyond, *tokenizer().encode("ne")]
+    for reader in (TextReader(tokenizer(), ["x"]), ChatReader(tokenizer(), thinking=False)):
+        deltas = [*reader.feed(ids), *reader.finish()]
+        assert "".join(delta.text for delta in deltas if delta.kind == "content") == "fine"

@@ -20,7 +20,7 @@ from openk3.text.xtml.lexer import MARKERS
 
 Message = Mapping[str, Any]
 READ = (None, *MARKERS)
-"""Ordinary tokens and K3's markup; other special tokens say nothing."""
+"""Ordinary tokens and K3's markup; other special tokens, and ids without bytes, say nothing."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,8 @@ class ChatReader(Reader):
         for token_id in ids:
             if self.stop is None:
                 self.num_reasoning += self._parser.thinking
-                if self._tokenizer.special_name(token_id) in READ:
+                known = self._tokenizer.knows(token_id)
+                if known and self._tokenizer.special_name(token_id) in READ:
                     deltas += self._cut(self._parser.feed(token_id))
         return deltas
 

@@ -29,6 +29,7 @@ class Counts:
         counts = self._counts
         counts["steps"] += 1
         counts["computed_tokens"] += sum(len(chunk.token_ids) for chunk in plan.chunks)
+        counts["drafts"] += sum(chunk.num_drafts > 0 for chunk in plan.chunks)
         counts["drafted_tokens"] += sum(chunk.num_drafts for chunk in plan.chunks)
         counts["accepted_tokens"] += sum(len(r.new_ids) - 1 for r in results if r.new_ids)
         counts["generated_tokens"] += sum(len(output.new_ids) for output in outputs)

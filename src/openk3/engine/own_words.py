@@ -32,7 +32,7 @@ class OwnWords:
         return tuple(ids)
 
     def _spelled(self, token_id: int) -> str:
-        ordinary = token_id < self._tokenizer.vocab_size
+        ordinary = self._tokenizer.knows(token_id)
         if not ordinary or self._tokenizer.is_special(token_id):
             return chr(SPECIAL + token_id)
         return self._tokenizer.token_bytes(token_id).decode("latin-1")

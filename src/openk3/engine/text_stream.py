@@ -81,14 +81,16 @@ class Reader(ABC):
 
 
 class TextReader(Reader):
-    """Plain text, as `content` deltas; special tokens give none."""
+    """Plain text, as `content` deltas; special tokens and ids beyond the vocabulary give none."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
         super().__init__(stops)
+        self._knows = tokenizer.knows
         self._decoder = tokenizer.stream_decoder(skip_special=True)
 
     def feed(self, ids: Sequence[int]) -> list[Delta]:
-        return _content(self._stops.feed("".join(map(self._decoder.feed, ids))))
+        known = filter(self._knows, ids)
+        return _content(self._stops.feed("".join(map(self._decoder.feed, known))))
 
     def finish(self) -> list[Delta]:
         text = self._stops.feed(self._decoder.finish())

@@ -243,6 +243,8 @@ class Stats:
     preemptions: int = 0
     aborted: int = 0
     finished: int = 0
+    drafts: int = 0
+    """Windows of drafted tokens; each brings one token besides those that are accepted."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     """Of the drafted ones."""

@@ -93,6 +93,10 @@ class Tokenizer:
         """The name of a special token, None for an ordinary one."""
         return self._special_names.get(token_id)
 
+    def knows(self, token_id: int) -> bool:
+        """Whether an id has bytes: a model may have more rows than its vocabulary has ids."""
+        return 0 <= token_id < self.vocab_size and self._token_bytes[token_id] is not None
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token. Raises InputError for an id outside the vocabulary."""
         return lookup_bytes(self._token_bytes, token_id)

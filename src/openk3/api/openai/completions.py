@@ -122,8 +122,10 @@ class Texts:
         return event(error.body())
 
     def _echo(self, index: int) -> str:
-        ids = self._generation.units[index].prompt.ids
-        return self._state.tokenizer.decode(ids) if self._body.echo else ""
+        if not self._body.echo:
+            return ""
+        tokenizer, ids = self._state.tokenizer, self._generation.units[index].prompt.ids
+        return tokenizer.decode(filter(tokenizer.knows, ids))
 
     async def _parts(self) -> AsyncGenerator[Part, None]:
         """The generation's; nothing of what it made where the prompt alone is wanted."""

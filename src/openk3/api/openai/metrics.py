@@ -15,6 +15,7 @@ GAUGES = {
     "vllm:num_requests_waiting": ("Requests that wait", lambda s: s.waiting),
     "vllm:kv_cache_usage_perc": ("Share of the pages in use, 0 to 1",
                                  lambda s: 1 - s.free_pages / max(s.pages, 1)),
+    "k3:longest_wait_seconds": ("Of those that wait, the longest", lambda s: s.wait_seconds),
     "k3:max_context_tokens": ("The longest sequence that fits", lambda s: s.max_context),
     "k3:cached_pages": ("Free pages that hold a reusable prefix", lambda s: s.cached_pages),
     "k3:host_pages": ("Pages in the host tier", lambda s: s.host_pages),
@@ -24,10 +25,13 @@ COUNTERS = {
     "vllm:prefix_cache_queries": ("Prompt tokens looked up", lambda s: s.prompt_tokens),
     "vllm:prefix_cache_hits": ("Prompt tokens found", lambda s: s.cached_tokens),
     "vllm:num_preemptions": ("Preemptions", lambda s: s.preemptions),
+    "vllm:spec_decode_num_drafts": ("Windows of drafted tokens", lambda s: s.drafts),
     "vllm:spec_decode_num_draft_tokens": ("Tokens drafted", lambda s: s.drafted_tokens),
     "vllm:spec_decode_num_accepted_tokens": ("Drafts accepted", lambda s: s.accepted_tokens),
     "k3:computed_tokens": ("Tokens through the model", lambda s: s.computed_tokens),
     "k3:engine_steps": ("Forward passes", lambda s: s.steps),
+    "k3:external_puts": ("Pages put into the external store", lambda s: s.external_puts),
+    "k3:external_hits": ("Pages brought back from it", lambda s: s.external_hits),
     "k3:host_hits": ("Pages brought back from the host tier", lambda s: s.host_hits),
 }
 

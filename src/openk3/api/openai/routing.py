@@ -18,6 +18,7 @@ from openk3.api.openai.errors import ApiError, as_api_error
 from openk3.api.openai.generation import Generation, Unit
 from openk3.api.openai.requests import AnswerBody, Body
 from openk3.api.openai.state import Serving
+from openk3.errors import OpenK3Error
 
 B = TypeVar("B", bound=Body)
 A = TypeVar("A", bound=AnswerBody)
@@ -110,6 +111,8 @@ async def _events(writer: Writer) -> AsyncGenerator[bytes, None]:
                 yield piece
     except ApiError as error:
         yield writer.failed(error)
+    except OpenK3Error as error:
+        yield writer.failed(as_api_error(error))
 
 
 def _salt(state: Serving, request: Request, given: str | None) -> str:
