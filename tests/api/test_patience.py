@@ -77,16 +77,44 @@ def test_a_request_that_came_whole_has_all_the_time_it_wants(protocol):
         await ok(scope, receive, send)
 
     async def run() -> None:
-        async with connected(protocol, 0.05, slow) as (reader, writer):
+        async with connected(protocol, 0.4, slow) as (reader, writer):
             for _ in range(2):
                 gate.clear()
                 writer.write(WHOLE)
                 with pytest.raises(TimeoutError):
-                    await asyncio.wait_for(reader.readexactly(1), 0.2)
+                    await asyncio.wait_for(reader.readexactly(1), 0.6)
                 gate.set()
                 assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200 ")
             with pytest.raises(TimeoutError):  # uvicorn's limit for idle connections is another
-                await asyncio.wait_for(reader.read(), 0.2)
+                await asyncio.wait_for(reader.read(), 0.6)
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+@pytest.mark.parametrize("protocol", protocols())
+@pytest.mark.parametrize("last", [False, True])
+def test_an_answer_that_nobody_reads_is_dropped(protocol, last):
+    """Slow readers are waited for as long as they read."""
+    size, lost = 64 << 20, asyncio.Event()
+
+    class Told(protocol):
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            lost.set()
+
+    async def large(scope, receive, send):
+        headers = [(b"content-length", str(size).encode()), *([(b"connection", b"close")] * last)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": bytes(size)})
+
+    async def run() -> None:
+        async with connected(Told, 1.0, large) as (reader, writer):
+            writer.write(WHOLE)
+            for _ in range(4):
+                await reader.readexactly(size // 8)
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(lost.wait(), 0.3)
+            await asyncio.wait_for(lost.wait(), 10)
 
     asyncio.run(asyncio.wait_for(run(), 20))
 

@@ -1,7 +1,8 @@
-"""How long a connection may take to say what it wants (uvicorn itself waits for ever).
+"""How long a connection may take to say what it wants, and to read what it was told (uvicorn itself
+waits for ever).
 
-Callers that begin a request line and never end its headers, or connect and say nothing, would hold
-a connection each until no file handle is left for anybody.
+Callers that begin a request line and never end its headers, that connect and say nothing, or that
+never read an answer, would hold a connection each until no file handle is left for anybody.
 """
 
 import resource
@@ -16,7 +17,8 @@ def impatient(protocol: type[Any], limit_s: float = HEADERS_S) -> type[Any]:
     """uvicorn's protocol for HTTP, or a class like it, that closes a connection on which no
     request is open and none has come whole, headers and all, for `limit_s` seconds.
 
-    Between requests uvicorn's own `timeout_keep_alive` counts, until the first byte of the next.
+    It also breaks one off of which, behind an answer, nothing was read for that long. Between
+    requests uvicorn's own `timeout_keep_alive` counts, until the first byte of the next.
     """
 
     class Impatient(protocol):
@@ -37,6 +39,17 @@ def impatient(protocol: type[Any], limit_s: float = HEADERS_S) -> type[Any]:
         def connection_lost(self, exc: Exception | None) -> None:
             self._timer.cancel()
             super().connection_lost(exc)
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._watch(self.transport.get_write_buffer_size() + 1)
+
+        def _watch(self, before: int) -> None:
+            unread = self.transport.get_write_buffer_size()
+            if unread >= before:  # also a connection that is closing waits until this is read
+                self.transport.abort()
+            elif unread:
+                self.loop.call_later(limit_s, self._watch, unread)
 
         def _expect(self) -> None:
             if self._timer is not None:
