@@ -50,6 +50,8 @@ def test_a16_a17_a_caller_that_hangs_up_ends_the_work(stream):
         wait_for_abort(server)
         assert server.engine.running == {}
         assert len(server.engine.aborts) == 1
+        ends = counted(server.state.metrics.success, "finished_reason")
+        assert (ends.pop("abort"), set(ends)) == (1, {"length"})
         assert server.chat(max_tokens=2).status_code == 200  # nothing else suffers
 
 
@@ -131,6 +133,12 @@ def test_a_body_over_the_limit_is_413_declared_or_not():
         answer = server.client.post("/v1/chat/completions", content=pieces(), headers=headers)
         assert answer.status_code == 413
         assert answer.json()["error"]["message"] == "the body is larger than 1000 bytes"
+
+
+def counted(counter, label: str) -> dict[str, float]:
+    """What a counter says, by one of its labels."""
+    samples = counter.collect()[0].samples
+    return {s.labels[label]: s.value for s in samples if s.name.endswith("_total")}
 
 
 def answers(server, route: str = "/v1/chat/completions") -> dict[str, float]:
@@ -228,6 +236,7 @@ def test_a_request_that_fails_is_a_500_and_no_other_is_harmed():
         answer = server.chat("the weather " * 500)
         assert answer.status_code == 500
         assert "not finite" in answer.json()["error"]["message"]
+        assert counted(server.state.metrics.success, "finished_reason") == {"error": 1}
         assert server.chat("hi").status_code == 200
 
 

@@ -57,6 +57,7 @@ class Generation:
         self._first: dict[int, float] = {}
         self._last: dict[int, float] = {}
         self._waiting: list[Output] = []
+        self._closed = False
 
     @classmethod
     async def start(
@@ -162,9 +163,16 @@ class Generation:
             metrics.ended(reason, choice.num_ids, now - self._began, now - first)
 
     def close(self) -> None:
-        """Abort what still runs. A normal end leaves nothing to abort."""
-        if self._stream is not None:
-            self._stream.close()
+        """Abort what still runs. A normal end leaves nothing to abort; nor does a second call."""
+        if self._stream is None or self._closed:
+            return
+        self._closed = True
+        self._stream.close()
+        ends = {output.request_id: output.finish_reason for output in self._waiting}
+        for choice in self.choices:
+            if choice.finish_reason is None:  # its caller left, or never got a first token
+                reason = ends.get(choice.request_id) or "abort"
+                self.state.metrics.success.labels(self.state.model, reason).inc()
 
     def _prompts(self) -> list[Prompt]:
         """Each prompt once, however many choices it has."""
