@@ -53,6 +53,14 @@ def test_the_model_is_causal(model):
     torch.testing.assert_close(*same, atol=1e-5, rtol=1e-5)
 
 
+@torch.no_grad()
+def test_the_whole_model_is_one_compiled_graph(model):
+    torch.compiler.reset()
+    ids = draw_ids(model, 2, 9)
+    compiled = torch.compile(model.eval(), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(ids), model(ids))
+
+
 def test_every_parameter_gets_a_gradient():
     model = K3(preset("nano"), seed=2)
     ids = draw_ids(model, 1, 512)

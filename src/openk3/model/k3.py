@@ -30,6 +30,7 @@ from openk3.model.moe import Router
 from openk3.model.mtp import MTPLayer
 from openk3.model.ports import Context, LocalSequence, MixerState, Probe
 from openk3.model.vision import Projector, VisionTower
+from openk3.ops.checks import readable
 
 
 class K3(nn.Module):
@@ -151,7 +152,7 @@ class K3(nn.Module):
                     f"a sequence of {past + ids.shape[1]} tokens exceeds the model's limit of "
                     f"{limit} (max_position_embeddings)"
                 )
-        if ids.device.type == "cpu" and ids.numel():
+        if readable(ids) and ids.numel():
             low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= self.config.vocab_size:
                 wrong = low if low < 0 else high
