@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from openk3.errors import InputError
@@ -235,3 +236,14 @@ class TestPrecision:
         assert rms_norm(x, weight, 1e-5).dtype == torch.bfloat16
         mixed = block_partials([x.double()], weight[None].double(), weight[None].double())
         torch.testing.assert_close(mixed[0][0], x.double(), rtol=1e-15, atol=0)
+
+    def test_shapes_are_found_without_values(self):
+        """Under a mode of fake tensors nothing looks at a value."""
+        with FakeTensorMode():
+            x, weights = torch.randn(6, 8), torch.rand(6, 2)
+            ids = torch.zeros(6, 2, dtype=torch.int64)
+            perm = moe.sort_by_expert(ids, 4)
+            assert perm.offsets.shape == (4,)
+            assert moe.permute(x, perm, 2).shape == (12, 8)
+            assert moe.combine(torch.randn(12, 8), perm, weights).shape == (6, 8)
+            assert linear_cross_entropy(x, torch.randn(9, 8), ids[:, 0]).shape == ()

@@ -33,8 +33,9 @@ def check_kind(name: str, x: Tensor, kind: str = "floating") -> None:
 
 
 def readable(x: Tensor) -> bool:
-    """Whether to look at values costs nothing: they are on the host, and no graph is compiled."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    """Whether to look at values costs nothing: they are on the host, no graph is compiled, and x is
+    no stand-in for a tensor."""
+    return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def check_range(name: str, x: Tensor, low: int, high: int) -> None:
