@@ -7,14 +7,13 @@ to the scratch page.
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from openk3.engine.memory import PageMemory
 from openk3.engine.paged import DecodeRows, PagedSequence, PrefillRows
-from openk3.engine.plan import Checkpoint, Chunk, Copy
+from openk3.engine.plan import Chunk, Copy
 from openk3.engine.transfer import on_device
 from openk3.ops.kda.decode import Pending
 from openk3.ops.mla.chunks import hold
@@ -57,23 +56,23 @@ def decode_rows(
         page += own_page + [memory.scratch] * spare
         offset += own_offset + [0] * spare
     return HostRows(
-        tokens,
-        ids,
-        page,
-        offset,
-        [c.latent_pages for c in chunks],
-        [c.start for c in chunks],
-        [c.start + len(c.token_ids) for c in chunks],
-        [[c.state_pages[g] for c in chunks] for g in range(memory.geometry.kda_groups)],
-        [c.slot for c in chunks],
-        [accepted.get(c.slot, 0) for c in chunks],
-        [advance(c) for c in chunks],
+        tokens=tokens,
+        ids=ids,
+        page=page,
+        offset=offset,
+        table=[c.latent_pages for c in chunks],
+        starts=[c.start for c in chunks],
+        lengths=[c.end for c in chunks],
+        states=[[c.state_pages[g] for c in chunks] for g in range(memory.geometry.kda_groups)],
+        windows=[c.slot for c in chunks],
+        accepted=[accepted.get(c.slot, 0) for c in chunks],
+        advance=[advance(c) for c in chunks],
     )
 
 
 def places(chunk: Chunk, page_tokens: int) -> tuple[list[int], list[int]]:
     """Page and offset of each token's latent."""
-    positions = range(chunk.start, chunk.start + len(chunk.token_ids))
+    positions = range(chunk.start, chunk.end)
     pages = [chunk.latent_pages[p // page_tokens] for p in positions]
     return pages, [p % page_tokens for p in positions]
 
@@ -106,58 +105,56 @@ def build(
     device = memory.device
     sequence = PagedSequence(
         memory,
-        ints(page, device),
-        ints(offset, device),
+        on_device(page, device),
+        on_device(offset, device),
         _device_rows(rows, device, bool(pending)) if decode else None,
         _prefill_rows(prefill, len(rows.ids), memory) if prefill else None,
         pending,
     )
-    return Batch(ints(ids, device)[None], sequence, ints(wanted(rows, decode, prefill), device))
-
-
-def ints(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    return on_device(values, device, dtype)
+    return Batch(
+        on_device(ids, device)[None], sequence, on_device(wanted(rows, decode, prefill), device)
+    )
 
 
 def page_table(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
     """[B, pages] int32 of rows of their own lengths, filled up with what no one reads."""
     longest = max(len(pages) for pages in rows)
     table = [(*pages, *pages[:1] * longest)[:longest] for pages in rows]
-    return ints(table, device, torch.int32)
+    return on_device(table, device, torch.int32)
 
 
 def _device_rows(rows: HostRows, device: torch.device, windowed: bool) -> DecodeRows:
     made = DecodeRows(
         rows.tokens,
         page_table(rows.table, device),
-        ints(rows.starts, device),
-        ints(rows.lengths, device),
-        ints(rows.states, device, torch.int32),
+        on_device(rows.starts, device),
+        on_device(rows.lengths, device),
+        on_device(rows.states, device, torch.int32),
     )
     if windowed:
-        made.windows = ints(rows.windows, device, torch.int32)
-        made.accepted = ints(rows.accepted, device, torch.int32)
-        made.advance = ints(rows.advance, device, torch.int32)
+        made.windows = on_device(rows.windows, device, torch.int32)
+        made.accepted = on_device(rows.accepted, device, torch.int32)
+        made.advance = on_device(rows.advance, device, torch.int32)
     return made
 
 
 def _prefill_rows(chunks: Sequence[Chunk], first: int, memory: PageMemory) -> PrefillRows:
     device = memory.device
     lengths = [len(c.token_ids) for c in chunks]
-    totals = [c.start + length for c, length in zip(chunks, lengths, strict=True)]
+    totals = [c.end for c in chunks]
     table = page_table([c.latent_pages for c in chunks], device)
-    counts = ints([totals, lengths], device)
+    counts = on_device([totals, lengths], device)
     held = hold(table, counts, totals, lengths, memory.geometry.page_tokens)
     states = list(zip(*(c.state_pages for c in chunks), strict=True))
-    rows = PrefillRows(first, held, held.cu_queries, ints(states, device))
-    inner = [(i, point) for i, c in enumerate(chunks) for point in inside(c)]
+    rows = PrefillRows(first, held, held.cu_queries, on_device(states, device))
+    inner = [(i, point) for i, c in enumerate(chunks) for point in c.inner_checkpoints]
     if inner:
         starts, taps = [0, *itertools.accumulate(lengths)], memory.conv_shape[1]
         ends = [(i, point.position - chunks[i].start) for i, point in inner]
-        rows.inner_flat = ints([starts[i] + count - 1 for i, count in ends], device)
+        rows.inner_flat = on_device([starts[i] + count - 1 for i, count in ends], device)
         tails = [_tail(i, count, starts[i], len(chunks), taps) for i, count in ends]
-        rows.inner_tails = ints(tails, device)
-        rows.inner_pages = ints(list(zip(*(p.pages for _, p in inner), strict=True)), device)
+        rows.inner_tails = on_device(tails, device)
+        rows.inner_pages = on_device(list(zip(*(p.pages for _, p in inner), strict=True)), device)
     return rows
 
 
@@ -207,15 +204,8 @@ def state_copies(chunks: Sequence[Chunk], behind: frozenset[int]) -> tuple[list[
 
 def advance(chunk: Chunk) -> int:
     """By how many tokens the state of a row with a window moves on at once, to a checkpoint."""
-    end = chunk.start + len(chunk.token_ids)
     if any(point.position > chunk.start for point in chunk.checkpoints):
         assert chunk.num_drafts == 0, "a state among drafts is asked for"
-        assert chunk.checkpoints[-1].position == end
+        assert chunk.checkpoints[-1].position == chunk.end, "a state is asked for that is not last"
         return len(chunk.token_ids)
     return 0
-
-
-def inside(chunk: Chunk) -> list[Checkpoint]:
-    """Checkpoints strictly inside of a chunk."""
-    end = chunk.start + len(chunk.token_ids)
-    return [point for point in chunk.checkpoints if chunk.start < point.position < end]

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openk3.engine.batch import HostRows
+from openk3.engine.batch import HostRows, decode_rows
 from openk3.engine.memory import PageMemory
 from openk3.engine.paged import DecodeRows, PagedSequence
 from openk3.ops.kda.decode import Pending
+from openk3.ops.triton_support import power_of_two
 
 Forward = Callable[[Tensor, PagedSequence], tuple[Tensor, Tensor]]
 WARM_UPS = 2
@@ -29,7 +30,7 @@ def table_width(pages: int) -> int:
 
 def num_rows(batch: int) -> int:
     """The rows of the graph that a batch runs in: powers of two, from 16 on multiples of 16."""
-    return max(1 << (batch - 1).bit_length(), 1) if batch <= 16 else -(-batch // 16) * 16
+    return power_of_two(batch) if batch <= 16 else -(-batch // 16) * 16
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,9 @@ class DecodeGraphs:
 
     def _capture(self, shape: _Shape) -> _Captured:
         """Warm up on rows that touch nothing, then record."""
-        nobody = HostRows(shape.tokens, [], [], [], [], [], [], [[]] * shape.groups, [], [], [])
-        numbers = _pack(nobody, shape, self.memory.scratch).to(self.memory.device)
+        numbers = _pack(decode_rows((), self.memory, {}), shape, self.memory.scratch).to(
+            self.memory.device
+        )
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):

@@ -133,4 +133,4 @@ class LayerDrafts:
         pages[page, offset] = torch.cat([latent, k_rope], -1)[0]
 
     def _index(self, values: Sequence[int]) -> Tensor:
-        return on_device(list(values), self.memory.device, torch.int64)
+        return on_device(values, self.memory.device)

@@ -59,7 +59,7 @@ class Scores:
         self, hidden: Tensor, head: Callable[[Tensor], Tensor], ids: Sequence[int], top: int
     ):
         """head maps hidden states [R, d] to logits [R, V]; ids: the token behind each of them."""
-        targets = on_device(list(ids), hidden.device, torch.int64)
+        targets = on_device(ids, hidden.device)
         self._parts: list[Logprobs | None] = []
         for first in range(0, len(ids), SCORED_AT_ONCE):
             here = slice(first, first + SCORED_AT_ONCE)

@@ -185,7 +185,7 @@ class PageMemory:
             for page in pages:
                 self.pool.numpy()[:, page] = byte
         else:
-            self.pool[:, self._index(pages)] = byte
+            self.pool[:, on_device(pages, self.device)] = byte
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Copy pages, as if one after the other."""
@@ -220,9 +220,6 @@ class PageMemory:
 
     def _tier(self, name: str) -> Tensor:
         return self.pool if name == "pool" else self._host_pool()
-
-    def _index(self, pages: Sequence[int]) -> Tensor:
-        return on_device(list(pages), self.device, torch.int64)
 
 
 def _taken(

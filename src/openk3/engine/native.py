@@ -92,7 +92,7 @@ class NativePasses:
     def _expands(self, chunk: Chunk) -> bool:
         """Whether the form of attention that is recorded would more than double a chunk's work."""
         tokens = len(chunk.token_ids)
-        expanded, absorbed = multiplications(tokens, chunk.start + tokens, *self._mla)
+        expanded, absorbed = multiplications(tokens, chunk.end, *self._mla)
         layers = len(self.memory.mla_layers)
         return layers * absorbed > 2 * (tokens * self._work + layers * expanded)
 
@@ -156,7 +156,7 @@ def _sees(chunk: Chunk) -> bool:
     """Whether a chunk has tokens of a prompt with pictures, whose embeddings are not of its ids."""
     if chunk.request.media is None:
         return False
-    known = chunk.start + len(chunk.token_ids) - chunk.num_drafts
+    known = chunk.start + chunk.num_known
     return not chunk.samples or chunk.start < known - len(chunk.output_ids)
 
 
@@ -167,7 +167,7 @@ def _segment(chunk: Chunk, window: tuple[int, int, int] = (-1, 0, 0)) -> Segment
         chunk.start,
         chunk.state_pages,
         chunk.latent_pages,
-        [(point.position - chunk.start, point.pages) for point in batch.inside(chunk)],
+        [(point.position - chunk.start, point.pages) for point in chunk.inner_checkpoints],
         range(count - chunk.num_drafts - 1, count) if chunk.samples else range(0),
         *window,
     )

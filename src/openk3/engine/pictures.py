@@ -68,6 +68,6 @@ class Pictures:
             index = (first + positions - begin)[here]
             x_TD[here] = seen.rows[index].to(x_TD.dtype)
             first += count
-        if chunk.start + len(ids) >= len(seen.prompt.ids):
+        if chunk.end >= len(seen.prompt.ids):
             self.forget(chunk.slot)
         return x_TD

@@ -97,15 +97,25 @@ class Chunk:
         return len(self.token_ids) - self.num_drafts
 
     @property
+    def end(self) -> int:
+        """Position behind the last token, guess or not."""
+        return self.start + len(self.token_ids)
+
+    @property
     def drafts(self) -> tuple[int, ...]:
         """The guesses."""
         return self.token_ids[self.num_known :]
+
+    @property
+    def inner_checkpoints(self) -> list[Checkpoint]:
+        """Those strictly inside: a pass over the chunk has to stop there."""
+        return [point for point in self.checkpoints if self.start < point.position < self.end]
 
     def scored(self) -> tuple[int, ...]:
         """Ids of the prompt behind each token of the chunk, if their odds are asked for."""
         if self.request.params.prompt_logprobs is None or self.output_ids:
             return ()
-        return self.request.prompt_ids[self.start + 1 : self.start + len(self.token_ids) + 1]
+        return self.request.prompt_ids[self.start + 1 : self.end + 1]
 
 
 @dataclass(frozen=True)

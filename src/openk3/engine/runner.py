@@ -188,7 +188,7 @@ class ModelRunner:
         if self._accepted.get(chunk.slot) or chunk.token_ids == (UNKNOWN,):
             return True
         few = chunk.samples and len(chunk.token_ids) <= self._window and chunk.start > 0
-        return few and bool(chunk.output_ids) and not batch.inside(chunk)
+        return few and bool(chunk.output_ids) and not chunk.inner_checkpoints
 
     def _pass(self, decode: Sequence[Chunk], prefill: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
         """Logits [R, V] of the tokens that choose, decoding rows first; hidden states [N, d]."""

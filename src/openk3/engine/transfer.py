@@ -1,12 +1,15 @@
 """Numbers between host and device, without a host that waits."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def on_device(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def on_device(
+    values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64
+) -> Tensor:
     """A tensor of host numbers; the host does not wait until a GPU has it."""
     pinned = device.type == "cuda"
     made = torch.tensor(values, dtype=dtype, pin_memory=pinned)
