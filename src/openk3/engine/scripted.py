@@ -161,21 +161,22 @@ class ScriptedRunner:
             _expect(owner == request.id, chunk, f"goes on behind a token of {owner}")
             chunk = replace(chunk, token_ids=tuple(given[-1:]), output_ids=tuple(given))
         known = [*prompt.ids, *chunk.output_ids]
-        sure = len(chunk.token_ids) - chunk.num_drafts
-        end = chunk.start + sure
-        _expect(sure > 0, chunk, "no new token")
-        _expect(list(chunk.token_ids[:sure]) == known[chunk.start : end], chunk, "other tokens")
-        _expect(chunk.samples == (end == len(known)), chunk, "samples at the wrong token")
-        _expect(bool(chunk.output_ids) or not chunk.num_drafts, chunk, "drafts behind a prompt")
-        _expect(chunk.samples or not chunk.num_drafts, chunk, "drafts inside a prompt")
+        _check_tokens(chunk, known)
         prefix = self._prefix(chunk, known, prompt)
         self._read(chunk, prefix)
-        self._write(chunk, prefix, chunk.start, chunk.token_ids)
+        self._write(chunk, prefix)
         if request.id in self.errors:
             self._failed[chunk.slot] = request.id
             return ChunkResult(error="its logits are not finite")
         new_ids = self._choose(chunk, known) if chunk.samples else ()
         self._chosen[chunk.slot] = request.id, [*chunk.output_ids, *new_ids]
+        self._write_states(chunk, prefix, new_ids)
+        scores = tuple(TokenLogprobs(-0.01 * i) for i in chunk.scored())
+        return ChunkResult(new_ids, self._logprobs(request, new_ids), scores)
+
+    def _write_states(self, chunk: Chunk, prefix: list[int], new_ids: tuple[int, ...]) -> None:
+        """The live state, and the checkpoints that are asked for."""
+        end = chunk.start + chunk.num_known
         held = end + max(0, len(new_ids) - 1)
         if self.window and self._is_decode(chunk):
             _expect(len(chunk.token_ids) <= self.window, chunk, "longer than a window")
@@ -191,15 +192,17 @@ class ScriptedRunner:
             _expect(chunk.start <= at <= end, chunk, f"checkpoint at {at}")
             for group, page in enumerate(checkpoint.pages):
                 self.memory["pool"][page] = [(group, at, prefix[at])]
-        scores = tuple(TokenLogprobs(-0.01 * i) for i in chunk.scored())
-        if request.params.logprobs is None:
-            return ChunkResult(new_ids, prompt_logprobs=scores)
+
+    def _logprobs(
+        self, request: Request, new_ids: tuple[int, ...]
+    ) -> tuple[TokenLogprobs, ...] | None:
         top = request.params.logprobs
-        logprobs = [
+        if top is None:
+            return None
+        return tuple(
             TokenLogprobs(-0.5, tuple(((i + n) % self.vocab_size, -0.5 - n) for n in range(top)))
             for i in new_ids
-        ]
-        return ChunkResult(new_ids, tuple(logprobs), scores)
+        )
 
     def _drafted(self, chunk: Chunk) -> Chunk:
         """A chunk with guesses, two of three right."""
@@ -212,17 +215,14 @@ class ScriptedRunner:
         return replace(chunk, token_ids=tuple(ids))
 
     def _is_decode(self, chunk: Chunk) -> bool:
-        end = chunk.start + len(chunk.token_ids)
-        inner = any(chunk.start < point.position < end for point in chunk.checkpoints)
         few = chunk.samples and chunk.start > 0 and len(chunk.token_ids) <= self.window
-        decodes = few and bool(chunk.output_ids) and not inner
+        decodes = few and bool(chunk.output_ids) and not chunk.inner_checkpoints
         return decodes or bool(self._accepted.get(chunk.slot))
 
     def _choose(self, chunk: Chunk, known: list[int]) -> tuple[int, ...]:
         """Drafts that the script agrees with, and one more id."""
         new_ids: list[int] = []
-        drafts = chunk.token_ids[len(chunk.token_ids) - chunk.num_drafts :]
-        for draft in (*drafts, None):
+        for draft in (*chunk.drafts, None):
             new_ids.append(self.script(chunk.request, [*known, *new_ids]))
             if new_ids[-1] != draft:
                 break
@@ -250,7 +250,7 @@ class ScriptedRunner:
     def _read(self, chunk: Chunk, prefix: list[int]) -> None:
         """All latents before the chunk, and the state at its start."""
         size, pool = self.geometry.page_tokens, self.memory["pool"]
-        needed = -(-(chunk.start + len(chunk.token_ids)) // size)
+        needed = -(-chunk.end // size)
         _expect(len(chunk.latent_pages) == needed, chunk, f"{len(chunk.latent_pages)} pages")
         for index in range(-(-chunk.start // size)):
             cells = pool.get(chunk.latent_pages[index], [])
@@ -263,11 +263,11 @@ class ScriptedRunner:
                 right = [(group, at, prefix[at])]
                 _expect(pool.get(page) == right, chunk, f"state {pool.get(page)}, not {right}")
 
-    def _write(self, chunk: Chunk, prefix: list[int], start: int, ids: tuple[int, ...]) -> None:
+    def _write(self, chunk: Chunk, prefix: list[int]) -> None:
+        """The latents of its tokens, drafts included."""
         size, pool = self.geometry.page_tokens, self.memory["pool"]
-        sure = len(ids) - chunk.num_drafts
-        path = _extended(prefix[: start + sure + 1], ids[sure:])
-        for at in range(start, start + len(ids)):
+        path = _extended(prefix[: chunk.start + chunk.num_known + 1], chunk.drafts)
+        for at in range(chunk.start, chunk.end):
             cells = pool.setdefault(chunk.latent_pages[at // size], [])
             if len(cells) < size:
                 cells.extend(["blank"] * (size - len(cells)))
@@ -285,6 +285,17 @@ def _extended(prefix: list[int], ids: Sequence[int]) -> list[int]:
 def _expect(good: bool, chunk: Chunk, what: str) -> None:
     if not good:
         raise WrongMemoryError(f"{chunk.request.id} at {chunk.start}: {what}")
+
+
+def _check_tokens(chunk: Chunk, known: list[int]) -> None:
+    """They are those of `known`, prompt and output, but for drafts, which stand where they may."""
+    end = chunk.start + chunk.num_known
+    _expect(chunk.num_known > 0, chunk, "no new token")
+    ids = list(chunk.token_ids[: chunk.num_known])
+    _expect(ids == known[chunk.start : end], chunk, "other tokens")
+    _expect(chunk.samples == (end == len(known)), chunk, "samples at the wrong token")
+    _expect(bool(chunk.output_ids) or not chunk.num_drafts, chunk, "drafts behind a prompt")
+    _expect(chunk.samples or not chunk.num_drafts, chunk, "drafts inside a prompt")
 
 
 def _check_owners(plan: StepPlan, geometry: Geometry) -> None:
