@@ -7,7 +7,7 @@ one row that nobody looks at. Requests that wait, and chunks of prompts, are for
 
 from collections.abc import Sequence as Seq
 
-from openk3.engine.plan import UNKNOWN, Chunk, StepPlan
+from openk3.engine.plan import UNKNOWN, StepPlan
 from openk3.engine.scheduler import Row, Scheduler
 from openk3.engine.sequence import Sequence
 from openk3.engine.types import Request
@@ -30,12 +30,12 @@ def plan_ahead(scheduler: Scheduler, flying: Seq[Row]) -> tuple[list[Row], StepP
         if known != len(seq.ids) - (row is None) or not _is_plain(seq.request):
             return None
         if not (seq.aborted or (row and _ends(seq, scheduler.max_context))):
-            goes_on.append((seq, known, row is not None))
+            goes_on.append((seq, known, UNKNOWN if row else seq.ids[-1]))
     rows, chunks = [], []
-    for seq, start, is_unknown in goes_on:
+    for seq, start, token in goes_on:
         if scheduler.memory.grow(seq, start + 1):
             rows.append(Row(seq, 1))
-            chunks.append(_chunk(scheduler, seq, start, is_unknown))
+            chunks.append(scheduler.chunk(seq, start, (token,)))
     if not rows:
         return None
     scheduler.steps_ahead += 1
@@ -50,16 +50,3 @@ def _is_plain(request: Request) -> bool:
 def _ends(seq: Sequence, max_context: int) -> bool:
     """Whether the token under way is the last, whatever it is."""
     return min(seq.budget, max_context - len(seq.ids)) <= 1
-
-
-def _chunk(scheduler: Scheduler, seq: Sequence, start: int, is_unknown: bool) -> Chunk:
-    return Chunk(
-        request=seq.request,
-        slot=seq.slot,
-        token_ids=(UNKNOWN,) if is_unknown else (seq.ids[-1],),
-        start=start,
-        latent_pages=seq.latent_pages[: scheduler.memory.pages_for(start + 1)],
-        state_pages=seq.live,
-        checkpoints=scheduler.memory.checkpoints(seq, start, start + 1),
-        output_ids=seq.output,
-    )

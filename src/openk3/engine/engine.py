@@ -4,7 +4,9 @@
 `add` and `abort` may be called from another thread, also while a step computes.
 """
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import RLock
 from typing import Any, cast
@@ -52,19 +54,7 @@ class Engine:
         self.runner = _runner_for(model, self.config)
         self.clock = clock or SystemClock()
         shape = self.runner.geometry
-        if shape.page_tokens % self.config.hash_block:
-            raise ConfigError(
-                f"page_tokens ({shape.page_tokens}) must be a multiple of hash_block "
-                f"({self.config.hash_block})"
-            )
-        self.max_context = min(
-            self.runner.max_positions, (shape.num_pages - shape.kda_groups) * shape.page_tokens
-        )
-        if self.max_context < 2:
-            raise ConfigError(
-                f"{shape.num_pages} pages hold no sequence: its state alone takes "
-                f"{shape.kda_groups}; raise num_pages or memory_bytes"
-            )
+        self.max_context = _max_context(self.runner, self.config)
         self.memory = Memory(
             shape,
             self.config.hash_block,
@@ -83,7 +73,7 @@ class Engine:
         self._computing = False
         self._flight: Flight | None = None
         """Launched, and not landed: only between and in steps that overlap."""
-        self._overlap = _overlaps(self.runner, self.config)
+        self._overlap = self.config.overlaps(self.runner.runs_beside_host)
         self._arrivals = 0
         self._counts = Counts()
 
@@ -160,20 +150,11 @@ class Engine:
 
     def _run(self, rows: list[Row], plan: StepPlan | None) -> tuple[Flight, Seq[ChunkResult]]:
         """The step under way, or a new one by `plan`, and its results."""
-        ran = False
-        try:
+        with self._recovering():
             flight = self._flight if plan is None else self._launch(rows, plan)
             assert flight is not None, "neither a step under way nor a plan"
             self._flight = self._launch_ahead(flight) if self._overlap else None
-            results = flight.results()
-            ran = True
-            return flight, results
-        finally:
-            if not ran:
-                with self._lock:
-                    self._computing = False
-                    self._flight = None
-                    self._recover()
+            return flight, flight.results()
 
     def _launch(self, rows: list[Row], plan: StepPlan) -> Flight:
         if self._overlap:
@@ -192,13 +173,8 @@ class Engine:
         flight, self._flight = self._flight, None
         if flight is None:
             return
-        ran = False
-        try:
+        with self._recovering():
             results = flight.results()
-            ran = True
-        finally:
-            if not ran:
-                self._recover()
         self._done += self._commit(flight, results)
 
     def _take_done(self) -> list[Output]:
@@ -245,12 +221,23 @@ class Engine:
         else:
             self.scheduler.waiting.remove(seq)
 
-    def _recover(self) -> None:
-        """A step broke off: requests keep their tokens, and start over in clean memory."""
-        for seq in list(self.scheduler.running):
-            self.scheduler.requeue(seq)
-        self.memory.reset_after_failure()
-        self._end_aborted()
+    @contextmanager
+    def _recovering(self) -> Iterator[None]:
+        """If the step inside breaks off, requests keep their tokens, and start over in clean
+        memory."""
+        whole = False
+        try:
+            yield
+            whole = True
+        finally:
+            if not whole:
+                with self._lock:
+                    self._computing = False
+                    self._flight = None
+                    for seq in list(self.scheduler.running):
+                        self.scheduler.requeue(seq)
+                    self.memory.reset_after_failure()
+                    self._end_aborted()
 
     # The whole
 
@@ -305,10 +292,21 @@ class Engine:
         self._settle()
 
 
-def _overlaps(runner: Runner, config: EngineConfig) -> bool:
-    if config.overlap is not None or config.num_drafts or config.batch_invariant:
-        return bool(config.overlap)
-    return runner.runs_beside_host
+def _max_context(runner: Runner, config: EngineConfig) -> int:
+    """The longest sequence that the pages hold. Raises ConfigError where they hold none."""
+    shape = runner.geometry
+    if shape.page_tokens % config.hash_block:
+        raise ConfigError(
+            f"page_tokens ({shape.page_tokens}) must be a multiple of hash_block "
+            f"({config.hash_block})"
+        )
+    room = (shape.num_pages - shape.kda_groups) * shape.page_tokens
+    if min(runner.max_positions, room) < 2:
+        raise ConfigError(
+            f"{shape.num_pages} pages hold no sequence: its state alone takes "
+            f"{shape.kda_groups}; raise num_pages or memory_bytes"
+        )
+    return min(runner.max_positions, room)
 
 
 def _runner_for(model: Any, config: EngineConfig) -> Runner:

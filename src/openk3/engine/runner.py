@@ -167,8 +167,7 @@ class ModelRunner:
 
     def _remember(self, chosen: Chosen, chunks: Sequence[Chunk]) -> None:
         """Keep the tokens where a step that is launched before they are known finds them."""
-        overlaps = self.runs_beside_host if self.config.overlap is None else self.config.overlap
-        if overlaps and not self.config.num_drafts:
+        if self.config.overlaps(self.runs_beside_host):
             slots = [c.slot for c in chunks if c.samples]
             self._last[on_device(slots, self.device)] = chosen.ids
 

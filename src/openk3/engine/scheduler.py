@@ -108,7 +108,7 @@ class Scheduler:
         if not (self.rows or self.running) and all(seq.fetch for seq in self.waiting):
             return None
         assert self.rows, f"{len(self.running)} running, {len(self.waiting)} waiting, none advances"
-        chunks = tuple(self._chunk(row) for row in self.rows.values())
+        chunks = tuple(self._chunk_of(row) for row in self.rows.values())
         return StepPlan(chunks, *self.memory.take_copies())
 
     def _decode(self, budget: int, prefill_waits: bool) -> int:
@@ -197,20 +197,27 @@ class Scheduler:
         self.slots.append(seq.slot)
         self.memory.close(seq)
 
-    def _chunk(self, row: Row) -> Chunk:
-        seq, start = row.seq, row.seq.computed
-        end = start + row.count
+    def _chunk_of(self, row: Row) -> Chunk:
+        start = row.seq.computed
+        known = row.seq.ids[start : start + row.count]
+        return self.chunk(row.seq, start, (*known, *row.drafts), len(row.drafts))
+
+    def chunk(
+        self, seq: Sequence, start: int, token_ids: tuple[int, ...], num_drafts: int = 0
+    ) -> Chunk:
+        """The chunk of a running sequence that has grown to hold it."""
+        end = start + len(token_ids) - num_drafts
         return Chunk(
             request=seq.request,
             slot=seq.slot,
-            token_ids=(*seq.ids[start:end], *row.drafts),
+            token_ids=token_ids,
             start=start,
-            latent_pages=seq.latent_pages[: self.memory.pages_for(end + len(row.drafts))],
+            latent_pages=seq.latent_pages[: self.memory.pages_for(end + num_drafts)],
             state_pages=seq.live,
             checkpoints=self.memory.checkpoints(seq, start, end),
-            num_drafts=len(row.drafts),
+            num_drafts=num_drafts,
             output_ids=seq.output,
-            samples=end == len(seq.ids),
+            samples=end >= len(seq.ids),
         )
 
     # Admission

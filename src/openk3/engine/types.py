@@ -188,6 +188,12 @@ class EngineConfig:
     seed: int = 0
     """For requests without one."""
 
+    def overlaps(self, runs_beside_host: bool) -> bool:
+        """Whether steps overlap with a runner that computes beside the host, or does not."""
+        if self.overlap is not None:
+            return self.overlap
+        return runs_beside_host and not (self.num_drafts or self.batch_invariant)
+
     def __post_init__(self) -> None:
         for name in ("hash_block", "max_batch_tokens", "max_running", "max_queued"):
             if getattr(self, name) < 1:
