@@ -26,9 +26,9 @@ def protocols():
 
 
 @asynccontextmanager
-async def connected(protocol, limit_s, app):
+async def connected(protocol, limit_s, app, **options):
     sock = listen("127.0.0.1", 0)
-    config = uvicorn.Config(app, http=impatient(protocol, limit_s), log_level="error",
+    config = uvicorn.Config(app, http=impatient(protocol, limit_s, **options), log_level="error",
                             lifespan="off", timeout_keep_alive=60)  # fmt: skip
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
@@ -119,11 +119,34 @@ def test_an_answer_that_nobody_reads_is_dropped(protocol, last):
     asyncio.run(asyncio.wait_for(run(), 20))
 
 
+@pytest.mark.parametrize("protocol", protocols())
+def test_beyond_so_many_callers_new_ones_are_told_to_come_back(protocol):
+    async def run() -> None:
+        async with connected(protocol, 60, ok, max_callers=2) as (reader, writer):
+            where = writer.get_extra_info("peername")
+            other = await asyncio.open_connection(*where)
+            refused, more = await asyncio.open_connection(*where)
+            assert (await refused.read()).startswith(b"HTTP/1.1 503 ")
+            more.close()
+            for said, asked in ((reader, writer), other):
+                asked.write(WHOLE)
+                assert (await said.readuntil(b"ok")).startswith(b"HTTP/1.1 200 ")
+            other[1].close()
+            await other[0].read()
+            again, asked = await asyncio.open_connection(*where)
+            asked.write(WHOLE)
+            assert (await again.readuntil(b"ok")).startswith(b"HTTP/1.1 200 ")
+            asked.close()
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
 def test_the_limit_of_open_files_is_raised_as_far_as_allowed():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, before[1]))
-        allow_many_files()
+        callers = allow_many_files()
+        assert callers == min(before[1], 1 << 16) - 416
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(before[1], 1 << 16), before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -10,12 +10,26 @@ from typing import Any
 
 HEADERS_S = 30.0
 MAX_FILES = 1 << 16
+ACCEPTS = 128
+"""Connections that are accepted before any of them is looked at; three such lots may be open until
+the first of them is closed."""
+OWN_FILES = 3 * ACCEPTS + 32
+"""Handles that callers leave: where they took the last one, asyncio logs thousands of tracebacks a
+second, and nobody is told anything."""
+FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\n"
+    b"content-length: 0\r\n\r\n"
+)
 LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
-def impatient(protocol: type[Any], limit_s: float = HEADERS_S) -> type[Any]:
+def impatient(
+    protocol: type[Any], limit_s: float = HEADERS_S, max_callers: int = MAX_FILES
+) -> type[Any]:
     """uvicorn's protocol for HTTP, or a class like it, that closes a connection on which no
     request is open and none has come whole, headers and all, for `limit_s` seconds.
+
+    Beyond `max_callers` connections new ones get 503 at once.
 
     It also breaks one off of which, behind an answer, nothing was read for that long. Between
     requests uvicorn's own `timeout_keep_alive` counts, until the first byte of the next.
@@ -29,6 +43,9 @@ def impatient(protocol: type[Any], limit_s: float = HEADERS_S) -> type[Any]:
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self._expect()
+            if len(self.connections) > max_callers:
+                transport.write(FULL)
+                transport.close()
 
         def data_received(self, data: bytes) -> None:
             idle = self.cycle is None or self.cycle.response_complete
@@ -66,10 +83,13 @@ def impatient(protocol: type[Any], limit_s: float = HEADERS_S) -> type[Any]:
     return Impatient
 
 
-def allow_many_files() -> None:
+def allow_many_files() -> int:
     """Raise this process's limit of open files: each caller takes one, and 1,024 is a usual
-    limit."""
+    limit. Returns how many of them may be callers."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    files = MAX_FILES if soft == resource.RLIM_INFINITY else soft
+    return max(files - OWN_FILES, files // 4)

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 from openk3.api.auth import ApiKeys, require_safe_binding
-from openk3.api.patience import allow_many_files, impatient
+from openk3.api.patience import ACCEPTS, allow_many_files, impatient
 from openk3.errors import ConfigError
 
 GRACE_S = 5  # what requests in flight get after a first interrupt
@@ -57,12 +57,13 @@ def serve(
     require_safe_binding(host, keys)
     sock = sock or listen(host, port)
     _begin(sock, host)
-    allow_many_files()
+    max_callers = allow_many_files()
     shown = f"[{host}]" if ":" in host else host
     on_ready(f"http://{shown}:{sock.getsockname()[1]}")
     config = uvicorn.Config(
         CutOff(app),
-        http=impatient(AutoHTTPProtocol),
+        http=impatient(AutoHTTPProtocol, max_callers=max_callers),
+        backlog=ACCEPTS,
         log_level="warning",
         timeout_graceful_shutdown=math.ceil(grace_s),
         timeout_keep_alive=KEEP_ALIVE_S,
@@ -70,6 +71,10 @@ def serve(
     )
 
     class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            sock.listen(BACKLOG)  # the system's queue; asyncio takes ACCEPTS of it at a time
+
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             on_interrupt()
             super().handle_exit(sig, frame)
