@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import json
 import socket
 import threading
@@ -12,6 +13,8 @@ pytest.importorskip("fastapi", reason="the serve extra is not installed")
 httpx = pytest.importorskip("httpx", reason="the serve extra is not installed")
 
 from openai_server import serving  # noqa: E402
+from openk3.api.auth import ApiKeys  # noqa: E402
+from openk3.api.openai.guard import Guard  # noqa: E402
 from openk3.api.serving import CutOff  # noqa: E402
 from openk3.engine.types import Output  # noqa: E402
 from scripted_engine import ScriptedEngine, ids_of  # noqa: E402
@@ -172,6 +175,24 @@ def test_a_mistake_of_ours_is_counted_and_tells_nothing(monkeypatch):
         monkeypatch.undo()
         assert server.chat().status_code == 200
         assert answers(server) == {"500": 1, "200": 1}
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [(None, 499), (RuntimeError("x"), 500), (asyncio.CancelledError(), 503)],
+    ids=["the caller left", "a mistake", "a shutdown"],
+)
+def test_what_was_never_answered_is_counted_too(end, status):
+    async def app(scope, receive, send):
+        if end is not None:
+            raise end
+
+    counts = []
+    guard = Guard(app, ApiKeys(), (), lambda route, status: counts.append((route, status)))
+    scope = {"type": "http", "path": "/x", "method": "GET", "headers": [(b"host", b"127.0.0.1")]}
+    with contextlib.suppress(RuntimeError, asyncio.CancelledError):
+        asyncio.run(guard(scope, None, None))
+    assert counts == [("other", status)]
 
 
 def test_keys_open_all_but_the_page_and_health():

@@ -52,8 +52,8 @@ class Guard:
             else:
                 await self.app(scope, receive, counted)
         finally:
-            if status is None:  # a mistake of ours, or a shutdown: answered outside of this
-                self._count(scope, 500 if isinstance(sys.exception(), Exception) else 503)
+            if status is None:
+                self._count(scope, _unanswered(sys.exception()))
 
     def _count(self, scope: Scope, status: int) -> None:
         route: Any = scope.get("route")
@@ -73,6 +73,13 @@ class Guard:
             401, "the API key is missing or wrong", "invalid_api_key",
             headers={"www-authenticate": "Bearer"},
         )  # fmt: skip
+
+
+def _unanswered(error: BaseException | None) -> int:
+    """What the layers around say for us: a mistake of ours, a shutdown; or nothing, to nobody."""
+    if error is None:
+        return 499
+    return 500 if isinstance(error, Exception) else 503
 
 
 def _name(host: str) -> str:
