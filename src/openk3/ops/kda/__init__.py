@@ -35,13 +35,16 @@ def _triton_usable(
     with_states: bool = False,
     **_: Any,
 ) -> tuple[bool, str]:
+    usable, reason = triton_runs(device)
+    if not usable:
+        return False, reason
     if dtype not in (torch.bfloat16, torch.float16):
         return False, f"the kernels multiply in bfloat16; {dtype} inputs keep their precision"
     if width not in (64, 128) or value_width not in (0, width):
         return False, f"the kernels take K = V of 64 or 128, not {width} and {value_width}"
     if with_states and needs_grad:
         return False, "the states at state_positions carry no gradient"
-    return triton_runs(device)
+    return True, reason
 
 
 BACKENDS = BackendTable(

@@ -26,11 +26,14 @@ def _triton() -> Any:
 def _triton_usable(
     *, device: torch.device, dtype: torch.dtype, latent: int = 512, rope: int = 64, **_: Any
 ) -> tuple[bool, str]:
+    usable, reason = triton_runs(device)
+    if not usable:
+        return False, reason
     if dtype not in (torch.bfloat16, torch.float16):
         return False, f"the kernel multiplies in 16-bit floats, not {dtype}"
     if any(x < 16 or x & (x - 1) for x in (latent, rope)):
         return False, f"the kernel takes powers of two from 16, not {latent} and {rope}"
-    return triton_runs(device)
+    return True, reason
 
 
 BACKENDS = triton_or_reference(

@@ -106,20 +106,21 @@ def _triton() -> Any:
 def _triton_usable(
     *, device: torch.device, dtype: torch.dtype, num_experts: int, widths: tuple[int, int], **_: Any
 ) -> tuple[bool, str]:
+    usable, reason = triton_runs(device)
+    if not usable:
+        return False, reason
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return False, f"grouped_mm and tensor descriptors need compute capability 9.0; {reason}"
     if dtype != torch.bfloat16 or num_experts > 1024 or any(w % 8 for w in widths):
         return False, (
             f"the kernels take bfloat16, up to 1024 experts and widths 8 n, not {dtype}, "
             f"{num_experts}, {widths}"
         )
-    usable, reason = triton_runs(device)
-    if usable and torch.cuda.get_device_capability(device) < (9, 0):
-        return False, f"grouped_mm and tensor descriptors need compute capability 9.0; {reason}"
-    if usable:
-        from openk3.ops.moe.costs import measured
+    from openk3.ops.moe.costs import measured
 
-        if torch.cuda.get_device_name(device) not in measured():
-            reason += "; costs.json has no such GPU, so grouped_mm makes every product"
-    return usable, reason
+    if torch.cuda.get_device_name(device) not in measured():
+        reason += "; costs.json has no such GPU, so grouped_mm makes every product"
+    return True, reason
 
 
 BACKENDS = triton_or_reference(

@@ -41,12 +41,11 @@ def router_kernel_runs(
     *, device: torch.device, dtype: torch.dtype, num_experts: int, **_: Any
 ) -> tuple[bool, str]:
     """(usable, reason) of the kernels that choose experts."""
-    if dtype != torch.bfloat16 or num_experts > 1024:
-        return (
-            False,
-            f"the kernel takes bfloat16 and up to 1024 experts, not {dtype}, {num_experts}",
-        )
-    return triton_runs(device)
+    usable, reason = triton_runs(device)
+    if usable and (dtype != torch.bfloat16 or num_experts > 1024):
+        usable = False
+        reason = f"the kernel takes bfloat16 and up to 1024 experts, not {dtype}, {num_experts}"
+    return usable, reason
 
 
 BACKENDS = triton_or_reference("router", router_kernel_runs, _triton, lambda: route_reference)
