@@ -13,9 +13,10 @@ from torch import Tensor
 from openk3.engine import batch
 from openk3.engine.logprobs import Scores
 from openk3.engine.plan import Chunk, ChunkResult, Copy, Results
-from openk3.engine.runner import ModelRunner, sampling_rows
+from openk3.engine.runner import ModelRunner
 from openk3.engine.sampling import Choice, choose
 from openk3.engine.types import TokenLogprobs
+from openk3.engine.verify import result_of, sampling_rows
 from openk3.model.ports import Context
 
 
@@ -48,11 +49,8 @@ class InvariantRunner(ModelRunner):
             if rows and i >= known - 1:
                 kept += choose(logits, [rows[i - known + 1]], self.config.seed)
                 if kept[-1].error:
-                    return ChunkResult(error=kept[-1].error)
-        if kept and chunk.request.constraint is not None:
-            chunk.request.constraint.accept(kept[0].token_id)
-        logprobs = tuple(c.logprobs for c in kept if c.logprobs is not None)
-        return ChunkResult(tuple(c.token_id for c in kept), logprobs or None, scores)
+                    break
+        return result_of(chunk, kept, scores)
 
     def _token(self, chunk: Chunk, index: int) -> Tensor:
         """Logits [1, V] behind one token."""

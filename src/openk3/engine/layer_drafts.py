@@ -13,9 +13,9 @@ the layer writes then is written again, from true hidden states, by the pass tha
 Legend: N tokens of a packed row, B rows, T tokens of a decoding row, d model width.
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -90,26 +90,21 @@ class LayerDrafts:
 
     def extend(self, ids: Tensor, hidden: Tensor, sequence: PagedSequence) -> None:
         """Write the latents of a packed row: ids [1, N], hidden [N, d] of the trunk's pass."""
-        before = torch.empty_like(hidden)
-        before[1:] = hidden[:-1]
-        kept, rows, prefill = self.memory.hiddens(), sequence.decode, sequence.prefill
+        rows, prefill, begins = sequence.decode, sequence.prefill, []
         if rows is not None:
-            before[: rows.num_tokens : rows.tokens] = kept[rows.states[0].long()]
+            begins += [(slice(0, rows.num_tokens, rows.tokens), rows.states[0].long())]
         if prefill is not None:
-            before[prefill.first + prefill.cu_seqlens[:-1]] = kept[prefill.states[0]]
-        self._write(sequence.page, sequence.offset, before, ids)
+            begins += [(prefill.first + prefill.cu_seqlens[:-1], prefill.states[0])]
+        self._write(ids, hidden, sequence.page, sequence.offset, begins)
 
     def extend_chunks(self, chunks: Sequence[Chunk], hidden: Tensor) -> None:
         """`extend` for chunks whose tokens' hidden states [N, d] follow each other unfilled."""
-        before = torch.empty_like(hidden)
-        before[1:] = hidden[:-1]
-        first = self._index(batch.firsts([], chunks))
-        before[first] = self.memory.hiddens()[self._index([c.state_pages[0] for c in chunks])]
         ids = self._index([token for c in chunks for token in c.token_ids])
         places = [batch.places(c, self.memory.geometry.page_tokens) for c in chunks]
-        pages, offsets = (itertools.chain(*some) for some in zip(*places, strict=True))
-        page, offset = self._index(list(pages)), self._index(list(offsets))
-        self._write(page, offset, before, ids[None])
+        page, offset = (self._index([*chain(*some)]) for some in zip(*places, strict=True))
+        first = self._index(batch.firsts((), chunks))
+        states = self._index([c.state_pages[0] for c in chunks])
+        self._write(ids[None], hidden, page, offset, [(first, states)])
 
     def keep(
         self, chunks: Sequence[Chunk], ends: Sequence[int], hidden: Tensor, first: Sequence[int]
@@ -126,8 +121,16 @@ class LayerDrafts:
             places += [begin + position - chunk.start - 1 for position, _ in points]
         self.memory.hiddens()[self._index(pages)] = hidden[self._index(places)]
 
-    def _write(self, page: Tensor, offset: Tensor, before: Tensor, ids: Tensor) -> None:
-        """The latents of pairs (before [N, d], ids [1, N]) where they belong."""
+    def _write(
+        self, ids: Tensor, hidden: Tensor, page: Tensor, offset: Tensor,
+        begins: Sequence[tuple[slice | Tensor, Tensor]],
+    ) -> None:  # fmt: skip
+        """The latents of ids [1, N] where they belong, each of a pair with the hidden state before
+        it. begins: where in the row sequences go on, and the pages that kept theirs."""
+        before = torch.empty_like(hidden)
+        before[1:] = hidden[:-1]
+        for first, states in begins:
+            before[first] = self.memory.hiddens()[states]
         latent, k_rope = self.layer.latents(before[None], self.model.embed_tokens(ids))
         pages = self.memory.latents(self.layer.self_attn.layer)
         pages[page, offset] = torch.cat([latent, k_rope], -1)[0]

@@ -20,9 +20,10 @@ from openk3.engine.native import native_passes
 from openk3.engine.paged import PagedSequence
 from openk3.engine.pictures import Pictures, expand
 from openk3.engine.plan import UNKNOWN, Chunk, ChunkResult, Prompt, Results, StepPlan
-from openk3.engine.sampling import Choice, Chosen, Row, start_choosing
+from openk3.engine.sampling import Choice, Chosen, start_choosing
 from openk3.engine.transfer import on_device
 from openk3.engine.types import EngineConfig, Request
+from openk3.engine.verify import num_own, result_of, sampling_rows, standing
 from openk3.model import two_phase
 from openk3.model.k3 import K3
 from openk3.model.mode import evaluation_mode
@@ -145,7 +146,7 @@ class ModelRunner:
             for slot, score in scores.items():
                 found[slot] = replace(found[slot], prompt_logprobs=score.wait())
             if self._drafts is not None:
-                ends = [_standing(c, len(found[c.slot].new_ids)) for c in ordered]
+                ends = [num_own(c, len(found[c.slot].new_ids)) for c in ordered]
                 unfilled = len(hidden) == sum(len(c.token_ids) for c in chunks)
                 firsts = batch.firsts((), ordered) if unfilled else batch.firsts(decode, prefill)
                 self._drafts.keep(ordered, ends, hidden, firsts)
@@ -223,48 +224,9 @@ class ModelRunner:
         return hidden
 
     def _result(self, chunk: Chunk, windowed: bool, choices: Iterator[Choice]) -> ChunkResult:
-        """What a chunk's choices make of its drafts; notes how much of a window to replay next."""
+        """What the chunk's part of the choices brings; notes how much of a window to replay."""
         count = chunk.num_drafts + 1 if chunk.samples else 0
-        kept = _kept(chunk, list(itertools.islice(choices, count)))
+        kept = standing(chunk, list(itertools.islice(choices, count)))
         if windowed:
-            self._accepted[chunk.slot] = _standing(chunk, len(kept)) - batch.advance(chunk)
-        if not kept:
-            return ChunkResult()
-        bad = next((choice.error for choice in kept if choice.error), None)
-        if bad is not None:
-            return ChunkResult(error=bad)
-        if chunk.request.constraint is not None:
-            chunk.request.constraint.accept(kept[0].token_id)
-        logprobs = tuple(c.logprobs for c in kept if c.logprobs is not None)
-        return ChunkResult(tuple(c.token_id for c in kept), logprobs or None)
-
-
-def _kept(chunk: Chunk, chosen: list[Choice]) -> list[Choice]:
-    """The choices that stand: as long as a draft was right, the one behind it counts too."""
-    if chunk.request.constraint is not None:
-        return chosen[:1]  # a grammar knows what it allows at the next position only
-    right = 0
-    while chosen and right < chunk.num_drafts and chosen[right].token_id == chunk.drafts[right]:
-        right += 1
-    return chosen[: right + 1]
-
-
-def _standing(chunk: Chunk, num_chosen: int) -> int:
-    """How many tokens of a chunk are the sequence's own: the known ones, and right drafts."""
-    return chunk.num_known + max(num_chosen - 1, 0)
-
-
-def sampling_rows(chunk: Chunk) -> list[Row]:
-    """The positions of a chunk for which a token is chosen."""
-    if not chunk.samples:
-        return []
-    known = chunk.start + chunk.num_known
-    return [
-        Row(
-            chunk.request,
-            known + i,
-            (*chunk.output_ids, *chunk.drafts[:i]) if i else chunk.output_ids,
-            constrained=i == 0,
-        )
-        for i in range(chunk.num_drafts + 1)
-    ]
+            self._accepted[chunk.slot] = num_own(chunk, len(kept)) - batch.advance(chunk)
+        return result_of(chunk, kept)
