@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from openk3.config import preset
 from openk3.parallel.layout import row_spans
-from openk3.parallel.muon import Rows, assign_owners, buckets_of
+from openk3.parallel.muon_owners import Rows, assign_owners, buckets_of
 
 
 @st.composite
