@@ -1,6 +1,8 @@
 """The server over the real engine; a scripted runner checks every page that is read."""
 
 import asyncio
+import contextlib
+import json
 import random
 from functools import cache
 
@@ -271,3 +273,61 @@ def test_a_thousand_requests_at_random_leave_nothing_behind():
         assert stats.finished > 500
         assert server.state.service._streams == {}
         assert server.client.get("/health").status_code == 200
+
+
+def test_callers_that_leave_change_no_other_callers_tokens():
+    """64 at once in too little memory: every probability is what it is alone, to the last bit."""
+    config = EngineConfig(hash_block=16, num_pages=24, batch_invariant=True, max_running=16)
+    made = Engine(lively_model(seed=3), config)
+    rng = random.Random(1)
+    bodies = [
+        {"prompt": "the weather in Paris is fine and so on " * n + str(i), "max_tokens": 6 + 2 * i,
+         "ignore_eos": True, "seed": i, "temperature": i % 2, "logprobs": 0}
+        for i, n in enumerate([1, 1, 2, 2, 3, 4])
+    ]  # fmt: skip
+
+    def odds(*answers) -> list[float]:
+        return [x for a in answers for x in a["choices"][0]["logprobs"]["token_logprobs"]]
+
+    async def whole(client, body) -> list[float]:
+        return odds((await client.post("/v1/completions", json=body)).json())
+
+    async def stream(client, body) -> list[float]:
+        answer = await client.post("/v1/completions", json={**body, "stream": True})
+        lines = [line for line in answer.text.splitlines() if line.startswith("data: {")]
+        return odds(*(json.loads(line[6:]) for line in lines))
+
+    async def leave(client, body) -> None:
+        with contextlib.suppress(TimeoutError):
+            wanted = {**body, "max_tokens": 200, "stream": rng.random() < 0.5}
+            work = client.post("/v1/completions", json=wanted)
+            await asyncio.wait_for(work, rng.random() * 0.3)
+
+    async def half(client, body) -> None:
+        data = json.dumps(body).encode()
+        _, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {len(data)}"
+        writer.write(f"{head}\r\n\r\n".encode() + data[: rng.randrange(len(data))])
+        await writer.drain()
+        writer.transport.abort()
+
+    async def all_at_once(url: str, alone: list[list[float]]) -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+            kinds = [whole, stream, leave, half] * 16
+            numbers = [rng.randrange(len(bodies)) for _ in kinds]
+            said = await asyncio.gather(
+                *(kind(client, bodies[i]) for kind, i in zip(kinds, numbers, strict=True))
+            )
+        for found, i in zip(said, numbers, strict=True):
+            assert found in (None, alone[i])
+
+    with serving(engine=made, vocab_size=made.runner.vocab_size) as server:
+        idle = made.stats().free_pages
+        alone = [odds(server.post("/v1/completions", body).json()) for body in bodies]
+        assert [len(found) for found in alone] == [body["max_tokens"] for body in bodies]
+        asyncio.run(all_at_once(server.url, alone))
+        server.settle()
+        stats = made.stats()
+        assert (stats.running, stats.waiting, stats.free_pages) == (0, 0, idle)
+        assert stats.aborted > 0
+        assert server.state.service._streams == {}
