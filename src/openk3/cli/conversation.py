@@ -11,7 +11,8 @@ from openk3.text import xtml
 from openk3.text.xtml.fields import get, text
 
 if TYPE_CHECKING:
-    from openk3.engine.llm import LLM, Answer
+    from openk3.engine.answers import Answer
+    from openk3.engine.llm import LLM
 
 Message = dict[str, Any]
 

@@ -5,56 +5,27 @@ llm = LLM("runs/quickstart")
 [answer] = llm.chat([{"role": "user", "content": "Hi"}])
 """
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from openk3.engine.answers import Answer, Making, OnDelta, make_all
 from openk3.engine.chat import ChatReader, Prompt, Template, chat_prompt, text_prompt
-from openk3.engine.choice import Choice, Part
-from openk3.engine.interrupts import held_back
+from openk3.engine.choice import Choice
 from openk3.engine.own_words import OwnWords
 from openk3.engine.service import SteppedEngine
 from openk3.engine.text_stream import Reader, TextReader
-from openk3.engine.types import (
-    EngineConfig,
-    FinishReason,
-    Request,
-    SamplingParams,
-    TokenLogprobs,
-)
-from openk3.errors import BackendError, InputError, LimitError
+from openk3.engine.types import EngineConfig, Request, SamplingParams
+from openk3.errors import InputError
 from openk3.text.image import ImageProcessor
 from openk3.text.special_tokens import END_OF_MSG, EOS
 from openk3.text.tokenizer import Tokenizer
-from openk3.text.xtml import Accumulator, Delta
 
 if TYPE_CHECKING:
     from openk3.engine.folder import Form
     from openk3.model.k3 import K3
-
-OnDelta = Callable[[int, Delta], object]
-
-
-@dataclass
-class Answer:
-    """One answer to one prompt."""
-
-    ids: list[int] = field(default_factory=list)
-    """Generated, the one that ended it included."""
-    text: str = ""
-    """Of a continuation; of a conversation, the answer without its thoughts and calls."""
-    message: dict[str, Any] = field(default_factory=dict)
-    """Of a conversation: content, reasoning_content, tool_calls, as `xtml.render` takes it back."""
-    finish_reason: FinishReason | None = None
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """One for each id, if asked for."""
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of the prompt's tokens from the second on, if asked for."""
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
 
 
 class LLM:
@@ -195,40 +166,16 @@ class LLM:
             raise InputError(f"n must be at least 1, not {n}")
         params = self._with_ends(params or SamplingParams())
         each = [prompt for prompt in prompts for _ in range(n)]
-        answers = [Answer(prompt_tokens=prompt.num_tokens) for prompt in each]
+        makings = []
+        for i, prompt in enumerate(each):
+            name = f"llm-{next(self._numbers)}"
+            own = params if params.seed is None else replace(params, seed=params.seed + i % n)
+            request = Request(name, prompt.ids, own, media=prompt.media)
+            choice = Choice(i, name, reader(prompt))
+            makings.append(Making(request, choice, prompt.num_tokens, on_delta))
+        answers = [making.answer for making in makings]
         self._last = list(zip(each, answers, strict=True))
-        messages = [Accumulator() for _ in each]
-        choices = [
-            Choice(i, f"llm-{next(self._numbers)}", reader(prompt)) for i, prompt in enumerate(each)
-        ]
-        waiting = deque(zip(choices, each, strict=True))
-        running: dict[str, Choice] = {}
-        try:
-            while waiting or running:
-                with held_back():
-                    self._fill(waiting, running, params, n)
-                    outputs = self.engine.step()
-                for output in outputs:
-                    choice = running.get(output.request_id)
-                    if choice is None:
-                        continue
-                    part = choice.take(output)
-                    if part.finish_reason is not None:
-                        del running[output.request_id]
-                        if output.finish_reason is None:  # a stop string has ended it
-                            self.engine.abort(output.request_id)
-                    _note(answers[choice.index], choice, part)
-                    for delta in part.deltas:
-                        messages[choice.index].add(delta)
-                        if on_delta:
-                            on_delta(choice.index, delta)
-        finally:
-            with held_back():
-                for request_id in running:
-                    self.engine.abort(request_id)
-        for answer, message in zip(answers, messages, strict=True):
-            answer.message = message.message()
-            answer.text = answer.message["content"]
+        make_all(self.engine, makings)
         return answers
 
     def _with_ends(self, params: SamplingParams) -> SamplingParams:
@@ -237,38 +184,7 @@ class LLM:
         ends = [known[name] for name in (EOS, END_OF_MSG) if name in known]
         return params if params.ignore_eos else replace(params, stop_ids=(*params.stop_ids, *ends))
 
-    def _fill(
-        self,
-        waiting: deque[tuple[Choice, Prompt]],
-        running: dict[str, Choice],
-        params: SamplingParams,
-        n: int,
-    ) -> None:
-        """Start what the engine's queue has room for."""
-        while waiting:
-            choice, prompt = waiting[0]
-            seed = None if params.seed is None else params.seed + choice.index % n
-            own = replace(params, seed=seed)
-            try:
-                self.engine.add(Request(choice.request_id, prompt.ids, own, media=prompt.media))
-            except LimitError:
-                if not running:
-                    raise
-                return
-            running[choice.request_id] = choice
-            waiting.popleft()
-
 
 def _require_one(prompts: Sequence[Any], images: Sequence[Any]) -> None:
     if images and len(prompts) != 1:
         raise InputError("images belong to one prompt; give the others one by one")
-
-
-def _note(answer: Answer, choice: Choice, part: Part) -> None:
-    if part.finish_reason == "error":
-        raise BackendError(f"generation failed: {part.error}")
-    answer.ids += part.ids
-    answer.logprobs += part.logprobs
-    answer.prompt_logprobs += part.prompt_logprobs
-    answer.finish_reason = part.finish_reason
-    answer.cached_tokens = choice.cached_tokens
