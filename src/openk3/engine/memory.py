@@ -56,13 +56,15 @@ class PageMemory:
         self.S_shape = (attn.num_heads, attn.head_dim, attn.head_dim)
         self.conv_shape = (3, attn.short_conv_kernel_size, attn.num_heads, attn.head_dim)
         self.S_bytes = _round_up(prod(self.S_shape) * 4, ALIGN)
-        self.geometry = self._cut(config, model.max_position_embeddings)
-        shape = self.geometry.layers_per_group, self.geometry.num_pages, self.geometry.page_bytes
-        self.scratch = self.geometry.num_pages
+        self.geometry = shape = self._cut(config, model.max_position_embeddings)
+        self.scratch = shape.num_pages
         wish = "num_pages" if config.num_pages else "memory_bytes"
-        self.pool = _taken((shape[0], shape[1] + 1, shape[2]), device, f"a smaller {wish}")
+        pool_shape = shape.layers_per_group, shape.num_pages + 1, shape.page_bytes
+        self.pool = _taken(pool_shape, device, f"a smaller {wish}")
         self.pool[:, self.scratch] = 0
         self._config = config
+        num_host = num_host_pages(shape, config)
+        self._host_shape = shape.layers_per_group, num_host, shape.page_bytes
         self._host: Tensor | None = None
         self._host_file = self._reserve()
         if self._host_file is None:
@@ -89,8 +91,7 @@ class PageMemory:
     def _host_pool(self) -> Tensor:
         """The host tier's pages, taken when they are first needed."""
         if self._host is None:
-            file, count = self._config.host_file, num_host_pages(self.geometry, self._config)
-            shape = len(self.pool), count, self.geometry.page_bytes
+            file, shape = self._config.host_file, self._host_shape
             if file is not None:
                 flat = torch.from_file(file, shared=True, size=prod(shape), dtype=torch.uint8)
                 self._host = flat.view(shape)
@@ -102,9 +103,7 @@ class PageMemory:
     def _require_host_memory(self) -> None:
         """The host tier is taken when pages first come to it, which is no time to find it too
         large. Raises ConfigError."""
-        size = len(self.pool) * num_host_pages(self.geometry, self._config)
-        size *= self.geometry.page_bytes
-        free = free_memory()
+        size, free = prod(self._host_shape), free_memory()
         if size and free is not None:
             free -= self.pool.nbytes if self.device.type == "cpu" else 0
             if size > free:
@@ -116,8 +115,7 @@ class PageMemory:
     def _reserve(self) -> IO[bytes] | None:
         """The host tier's file with all its blocks, locked: a disk that fills up later would end
         the process at a write, and two engines would overwrite each other's pages."""
-        name, count = self._config.host_file, num_host_pages(self.geometry, self._config)
-        size = len(self.pool) * count * self.geometry.page_bytes
+        name, size = self._config.host_file, prod(self._host_shape)
         if name is None or size == 0:
             return None
         import fcntl  # no Windows has it, and no Windows needs it without this file

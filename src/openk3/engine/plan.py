@@ -24,16 +24,21 @@ class Geometry:
 
     page_tokens: int
     page_bytes: int
-    """Of one layer; a page id takes `layers_per_group` times as much."""
+    """Of one layer."""
     num_pages: int
     kda_groups: int
     """KDA pages a sequence, and a checkpoint, take."""
     layers_per_group: int
 
+    @property
+    def id_bytes(self) -> int:
+        """What one page id stands for: a page in every layer of a group."""
+        return self.page_bytes * self.layers_per_group
+
 
 def num_host_pages(geometry: Geometry, config: EngineConfig) -> int:
     """Page ids of the host tier: 0 .. this - 1, a space of their own."""
-    return config.host_bytes // (geometry.page_bytes * geometry.layers_per_group)
+    return config.host_bytes // geometry.id_bytes
 
 
 @dataclass(frozen=True)

@@ -128,8 +128,7 @@ class ScriptedRunner:
             return b""
         held = tuple(tuple(self.memory["host"].get(page, [])) for page in pages)
         self._written.append(held)
-        size = len(pages) * self.geometry.page_bytes * self.geometry.layers_per_group
-        return len(self._written).to_bytes(size, "big")
+        return len(self._written).to_bytes(len(pages) * self.geometry.id_bytes, "big")
 
     def write_host(self, pages: Sequence[int], data: bytes) -> None:
         held = self._written[int.from_bytes(data, "big") - 1] if pages else ()

@@ -74,17 +74,17 @@ class Memory(Tiers):
             return None
         blocks = range(hit.blocks + 1, limit + 1)
         here = (b for b in blocks if any(t.find("state", keys[b - 1]) for t in self.tiers))
-        one = self.geometry.page_bytes * self.geometry.layers_per_group
+        one, groups = self.geometry.id_bytes, self.geometry.kda_groups
         return Wanted(
-            keys,
-            limit,
-            hit.chain // step * step,
-            hit.blocks,
-            frozenset(here),
-            step,
-            self.geometry.kda_groups,
-            self.host.num_pages,
-            {"latents": one, "state": one * self.geometry.kda_groups},
+            keys=keys,
+            limit=limit,
+            whole=hit.chain // step * step,
+            hit=hit.blocks,
+            states=frozenset(here),
+            blocks_per_page=step,
+            state_pages=groups,
+            room=self.host.num_pages,
+            num_bytes={"latents": one, "state": one * groups},
         )
 
     # A sequence's memory
