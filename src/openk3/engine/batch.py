@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from openk3.engine.memory import PageMemory
+from openk3.engine.page_memory import PageMemory
 from openk3.engine.paged import DecodeRows, PagedSequence, PrefillRows
 from openk3.engine.plan import Chunk, Copy
 from openk3.engine.transfer import on_device

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from openk3.engine.batch import HostRows, decode_rows
-from openk3.engine.memory import PageMemory
+from openk3.engine.page_memory import PageMemory
 from openk3.engine.paged import DecodeRows, PagedSequence
 from openk3.ops.kda.decode import Pending
 from openk3.ops.triton_support import power_of_two

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from openk3.engine import batch
-from openk3.engine.memory import PageMemory
+from openk3.engine.page_memory import PageMemory
 from openk3.engine.paged import DecodeRows, PagedSequence
 from openk3.engine.plan import UNKNOWN, Chunk
 from openk3.engine.sampling import Row, choose

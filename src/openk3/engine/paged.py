@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openk3.engine.memory import PageMemory
+from openk3.engine.page_memory import PageMemory
 from openk3.model.ports import KdaInputs, KdaWeights, MixerState
 from openk3.ops.conv import short_conv
 from openk3.ops.kda import kda

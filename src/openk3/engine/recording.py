@@ -8,7 +8,7 @@ Legend: N rows (tokens of all chunks), d model width.
 import torch
 from torch import Tensor
 
-from openk3.engine.memory import PageMemory
+from openk3.engine.page_memory import PageMemory
 from openk3.model.block import K3Layer
 from openk3.model.k3 import K3
 from openk3.model.kda import KimiDeltaAttention

@@ -15,8 +15,8 @@ from openk3.engine.fingerprint import of_weights
 from openk3.engine.graphs import DecodeGraphs
 from openk3.engine.layer_drafts import LayerDrafts
 from openk3.engine.logprobs import Scores
-from openk3.engine.memory import PageMemory
 from openk3.engine.native import native_passes
+from openk3.engine.page_memory import PageMemory
 from openk3.engine.paged import PagedSequence
 from openk3.engine.pictures import Pictures, expand
 from openk3.engine.plan import UNKNOWN, Chunk, ChunkResult, Prompt, Results, StepPlan

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from openk3.config import preset
-from openk3.engine.memory import PageMemory
+from openk3.engine.page_memory import PageMemory
 from openk3.engine.plan import Copy
 from openk3.engine.types import EngineConfig
 from openk3.errors import ConfigError, StorageError
@@ -91,7 +91,7 @@ def test_more_pages_than_can_be_had_is_an_error_with_advice():
 
 def test_what_is_free_is_shared_by_the_pool_and_the_host_tier(monkeypatch):
     page = memory().pool[:, 0].nbytes
-    monkeypatch.setattr("openk3.engine.memory.free_memory", lambda: 30 * page)
+    monkeypatch.setattr("openk3.engine.page_memory.free_memory", lambda: 30 * page)
     assert memory(num_pages=None).geometry.num_pages == 14  # half, and a page for idle rows
     pool = 13 * page
     memory(host_bytes=30 * page - pool)
@@ -102,7 +102,7 @@ def test_what_is_free_is_shared_by_the_pool_and_the_host_tier(monkeypatch):
 
 
 def test_the_pool_is_no_larger_than_what_runs_can_use(monkeypatch):
-    monkeypatch.setattr("openk3.engine.memory.free_memory", lambda: 1 << 30)
+    monkeypatch.setattr("openk3.engine.page_memory.free_memory", lambda: 1 << 30)
     model = preset("nano").replace(max_position_embeddings=1000)
     one, two = (
         PageMemory(model, EngineConfig(hash_block=8, max_running=n), CPU, torch.float32).geometry
