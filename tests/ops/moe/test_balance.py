@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from openk3.errors import InputError
 from openk3.ops.moe import count_margins, exact_bias, histogram_bias, max_violation, route
 
 EXPERTS, TOP_K, TOKENS = 896, 16, 16384
@@ -52,6 +53,21 @@ def test_histogram_is_bitwise_the_same_for_any_partition_and_near_exact():
     assert all(torch.equal(results[0], other) for other in results[1:])
     width = float(bias.max() - bias.min() + 2) / 1000
     assert (results[0] - exact_bias(scores, cutoff, 4)).abs().max() < 2 * width
+
+
+def test_what_does_not_fit_is_named():
+    scores, cutoff, bias = torch.rand(6, 4), torch.rand(6), torch.zeros(4)
+    real = torch.ones(6, dtype=torch.bool)
+    for named, call in (
+        (r"cutoff must be \[6\]", lambda: count_margins(scores, cutoff[:1], bias)),
+        (r"bias must be \[4\]", lambda: count_margins(scores, cutoff, bias[:1])),
+        ("valid must be of bool", lambda: count_margins(scores, cutoff, bias, real.float())),
+        (r"valid must be \[6\]", lambda: count_margins(scores, cutoff, bias, real[1:])),
+        ("at least one token", lambda: exact_bias(scores[:0], cutoff[:0], 2)),
+        (r"counts must be \[4, 1000\]", lambda: histogram_bias(torch.zeros(4, 9).int(), bias, 2)),
+    ):
+        with pytest.raises(InputError, match=named):
+            call()
 
 
 def test_example_of_eight_tokens_and_four_experts():

@@ -138,6 +138,8 @@ def test_wrong_shapes_are_refused():
         situ_glu(x, x[:2])
     with pytest.raises(InputError, match="alike"):
         situ_glu(x, x.double())
+    with pytest.raises(InputError, match="must be positive"):
+        situ_glu(x, x, 4.0, 0.0)
     with pytest.raises(InputError, match=r"\[E, d\]"):
         route(x, torch.zeros(4, 7), torch.zeros(4), 2)
     with pytest.raises(InputError, match="between 1 and"):

@@ -66,6 +66,7 @@ def histogram_bias(counts: Tensor, bias: Tensor, top_k: int) -> Tensor:
     Linear interpolation inside the bin that holds the quantile; off by at most one bin. With no
     token counted the bias stays as it is.
     """
+    check_tensor("counts", counts, (bias.shape[0], NUM_BINS), bias.device, kind="integer")
     total = counts.sum(1, keepdim=True)
     if int(total.max()) == 0:
         return bias

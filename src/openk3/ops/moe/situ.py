@@ -40,6 +40,8 @@ def situ_glu(
             "[..., n] and alike"
         )
     check_kind("gate and up", gate)
+    if beta1 <= 0 or (beta2 is not None and beta2 <= 0):
+        raise InputError(f"beta1 {beta1} and beta2 {beta2} must be positive (beta2 may be None)")
     facts = {"device": gate.device, "dtype": gate.dtype, "dim": gate.shape[-1]}
     return BACKENDS.resolve(backend, **facts).load()(gate, up, beta1, beta2)
 
