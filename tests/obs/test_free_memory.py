@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from openk3.obs import free_memory as module
+from openk3.obs.env import total_memory
 from openk3.obs.free_memory import free_memory
 
 GIB = 1 << 30
@@ -23,11 +24,14 @@ V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
 
 @pytest.fixture
 def system(tmp_path, monkeypatch):
-    """A machine with 64 GiB free; `own` is the process's folder, `cgroup` holds its groups."""
+    """A machine with 64 GiB free, most of it as copies of files; `own` is the process's folder,
+    `cgroup` holds its groups."""
     (tmp_path / "own").mkdir()
     monkeypatch.setattr(module, "CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(module, "PROC", tmp_path / "own")
-    monkeypatch.setattr(module, "_machine", lambda: 64 * GIB)
+    monkeypatch.setattr(module, "MEMINFO", tmp_path / "meminfo")
+    lines = f"MemTotal: {99 << 20} kB\nMemFree: {1 << 20} kB\nMemAvailable: {64 << 20} kB\n"
+    (tmp_path / "meminfo").write_text(lines)
     return tmp_path
 
 
@@ -53,6 +57,13 @@ def test_the_first_version_of_groups_and_one_seen_from_inside(system):
     assert within(system, "7:blkio:/x\n4:memory:/docker/0123") == GIB + 1024
     group(root, V1, GIB, 2 * GIB, "total_inactive_file 0")
     assert within(system, "4:cpu,memory:/") == 1  # beyond its limit: nothing, but not unknown
+
+
+def test_where_the_kernel_says_little_what_is_quite_free_counts(system):
+    (system / "meminfo").write_text("MemTotal: 99 kB\n")
+    assert 0 < within(system, "0::/") < total_memory()
+    (system / "meminfo").unlink()
+    assert 0 < within(system, "0::/") < total_memory()
 
 
 def test_a_limit_of_addresses_counts():
