@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from openk3.errors import ConfigError
 from openk3.model.ports import ExpertWeights
+from openk3.parallel.experts import experts_per_rank
 
 
 class AllToAllDispatcher:
@@ -82,13 +82,3 @@ def exchange(
     out = rows.new_empty(sum(received), *rows.shape[1:]) if out is None else out
     dist.all_to_all_single(out, rows.contiguous(), list(received), list(sent), group=group)
     return out
-
-
-def experts_per_rank(num_experts: int, num_ranks: int) -> int:
-    """E / R. Raises ConfigError where it is no whole number."""
-    if num_experts % num_ranks:
-        raise ConfigError(
-            f"{num_experts} experts do not divide by an expert-parallel size of {num_ranks}; "
-            "choose a size that divides num_experts"
-        )
-    return num_experts // num_ranks

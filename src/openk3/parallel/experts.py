@@ -7,7 +7,6 @@ from openk3.errors import ConfigError
 from openk3.model.k3 import K3
 from openk3.model.moe import Experts, LatentMoE
 from openk3.model.ports import TokenDispatcher
-from openk3.parallel.alltoall import experts_per_rank
 
 
 def spread_experts(model: K3, group: dist.ProcessGroup, dispatcher: TokenDispatcher) -> None:
@@ -35,3 +34,13 @@ def keep_block(experts: object, rank: int, num_ranks: int) -> Experts:
         setattr(experts, name, nn.Parameter(part, requires_grad=weight.requires_grad))
     experts.num_experts = block
     return experts
+
+
+def experts_per_rank(num_experts: int, num_ranks: int) -> int:
+    """E / R. Raises ConfigError where it is no whole number."""
+    if num_experts % num_ranks:
+        raise ConfigError(
+            f"{num_experts} experts do not divide by an expert-parallel size of {num_ranks}; "
+            "choose a size that divides num_experts"
+        )
+    return num_experts // num_ranks

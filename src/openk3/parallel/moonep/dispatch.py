@@ -19,7 +19,7 @@ from openk3.errors import ConfigError, InputError
 from openk3.model.moe import Experts
 from openk3.model.ports import ExpertWeights
 from openk3.ops.triton_support import has_triton
-from openk3.parallel.alltoall import experts_per_rank
+from openk3.parallel.experts import experts_per_rank
 from openk3.parallel.moonep import products
 from openk3.parallel.moonep.collectives import Collectives
 from openk3.parallel.moonep.planner import solve

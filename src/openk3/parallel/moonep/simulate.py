@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from openk3.errors import ConfigError
-from openk3.parallel.alltoall import experts_per_rank
+from openk3.parallel.experts import experts_per_rank
 from openk3.parallel.moonep.planner import solve
 from openk3.parallel.moonep.token_map import copies_pay, lay_out, map_tokens
 

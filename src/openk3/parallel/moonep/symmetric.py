@@ -216,7 +216,10 @@ class Symmetric:
 
     def _require(self, what: str, value: object, fits: bool) -> None:
         if not fits:
-            raise InputError(f"{what} {value} do not fit the memory made for {self.shapes}")
+            raise InputError(
+                f"{what} {value} do not fit the memory made for {self.shapes}; make the transport "
+                "with Shapes that hold them"
+            )
 
 
 def _slots_of(layout: Layout, rank: int) -> Tensor:
