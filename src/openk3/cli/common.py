@@ -80,7 +80,7 @@ def _count(text: str) -> int:
 
 
 def parse_recipe(
-    to: argparse.ArgumentParser, cls: type[T], argv: Sequence[str], base: T | None = None
+    to: argparse.ArgumentParser, cls: type[T], argv: Sequence[str]
 ) -> tuple[T, argparse.Namespace]:
     """Read `RECIPE.toml ... --section.key value ...` and the verb's own options.
 
@@ -93,7 +93,7 @@ def parse_recipe(
         to.epilog = "Settings of a recipe, as flags:\n\n" + describe(cls)
     settings, rest = take_flags(cls, argv, own_options(to))
     options = to.parse_args(rest)
-    config = resolve(cls, options.recipes, settings, base)
+    config = resolve(cls, options.recipes, settings)
     if options.dry_run:
         as_json = getattr(options, "json", False)
         sys.stdout.write(json_text(to_dict(config)) if as_json else to_toml(config))
@@ -131,12 +131,12 @@ def table(
     return "\n".join(text)
 
 
-def short(value: float, unit: str = "") -> str:
+def short(value: float) -> str:
     """`2.78T`, `104.19B`, `1.36M`, `512`: three or more significant digits."""
     for letter, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if abs(value) >= size:
-            return f"{value / size:.2f}{letter}{unit}"
-    return f"{value:.4g}{unit}"
+            return f"{value / size:.2f}{letter}"
+    return f"{value:.4g}"
 
 
 def binary(num_bytes: float) -> str:

@@ -50,10 +50,9 @@ class External:
         store: KeyValueStore,
         name: str,
         read: Callable[[Sequence[int]], bytes],
-        executor: futures.Executor | None = None,
     ) -> None:
         self.store, self.name, self.read = store, name, read
-        self.threads = executor or futures.ThreadPoolExecutor(2, "external-store")
+        self.threads = futures.ThreadPoolExecutor(2, "external-store")
         self.generation = 0
         """Rises when all that was put is to be forgotten."""
         self.failure: str | None = None

@@ -65,10 +65,9 @@ class ScriptedRunner:
         end_id: int = 0,
         max_positions: int = 1 << 20,
         page_bytes: int = 1,
-        layers_per_group: int = 1,
         window: int = 0,
     ) -> None:
-        self.geometry = Geometry(page_tokens, page_bytes, num_pages, kda_groups, layers_per_group)
+        self.geometry = Geometry(page_tokens, page_bytes, num_pages, kda_groups, layers_per_group=1)
         self.script = script
         self.vocab_size = vocab_size
         self.end_id = end_id

@@ -37,21 +37,16 @@ class SteppedEngine(Protocol):
 
 
 class AsyncEngine:
-    """Runs an engine on a thread of its own, from `start` to `close`.
-
-    on_step: called on that thread after each step, with its outputs.
-    """
+    """Runs an engine on a thread of its own, from `start` to `close`."""
 
     def __init__(
         self,
         engine: SteppedEngine,
         *,
         max_unread: int = MAX_UNREAD,
-        on_step: Callable[[list[Output]], None] | None = None,
     ) -> None:
         self.engine = engine
         self._max_unread = max_unread
-        self._on_step = on_step
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
@@ -178,8 +173,6 @@ class AsyncEngine:
             while self._next():
                 outputs = self.engine.step()
                 self._stats = self.engine.stats()
-                if self._on_step:
-                    self._on_step(outputs)
                 if outputs:
                     ended = [o.request_id for o in outputs if o.finish_reason is not None]
                     self._active.difference_update(ended)

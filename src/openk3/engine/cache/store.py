@@ -14,12 +14,13 @@ class Holding:
 
     __slots__ = ("end", "keep", "keys", "kind", "pages", "refs")
 
-    def __init__(self, kind: Kind, pages: tuple[int, ...], end: int = 0, refs: int = 1) -> None:
+    def __init__(self, kind: Kind, pages: tuple[int, ...], end: int = 0) -> None:
         self.kind: Kind = kind
         self.pages = pages
         self.end = end
         """Token position: of the state, or behind the last registered block of the page."""
-        self.refs = refs
+        self.refs = 1
+        """Of the one who made it, and of each that pinned it since."""
         self.keys: list[bytes] = []
         self.keep = False
         """A checkpoint that is not recycled when the next one lands."""
