@@ -1,8 +1,8 @@
 """C++ kernels for passes over few tokens on a CPU, where Python between operations costs the most.
 
-`build` compiles and loads them, `program` records operations and runs them, `source/` has the C++.
-They take the place of the operations' references one by one; who records a whole model is
-`openk3.engine.native`.
+`build` compiles and loads them, `folder` keeps what was compiled, `program` records operations and
+runs them, `source/` has the C++. They take the place of the operations' references one by one; who
+records a whole model is `openk3.engine.native`.
 """
 
 from typing import Any

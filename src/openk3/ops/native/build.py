@@ -1,30 +1,22 @@
 """Builds the C++ of `source/` with the machine's compiler, once, and loads it.
 
-A library lies in the cache folder under a name made of everything that went into it (sources,
-flags, compiler, processor) and of a digest of its own bytes: a file that was cut short or changed
-is not loaded but built again. It is written aside and renamed, so that processes that build at
-once do not disturb each other. What is loaded is run: only a folder that nobody but this user can
-put files into is used. Nothing but a C++20 compiler is needed; without one the reference in Python
-runs.
+It is kept (`folder`) under a key of everything that went into it: sources, flags, compiler,
+processor. Nothing but a C++20 compiler is needed; without one the reference in Python runs.
 """
 
 import ctypes
 import functools
 import hashlib
 import logging
-import os
 import platform
 import shlex
-import shutil
-import stat
-import tempfile
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from openk3.errors import BackendError
 from openk3.ops.native.compiler import find_compiler, run, version
+from openk3.ops.native.folder import aside, cache_folder, doubt_about, find, keep
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +28,6 @@ FLAGS = (
 OPENMP = ("-fopenmp", "-fopenmp-simd")
 """The second, one thread alone, for compilers that come without OpenMP's library."""
 COMPILE_S = 300
-ABANDONED_S = 3600
-"""Age of files of a build that was killed."""
 _failure: list[str] = []
 """Why building failed in this process: it is not tried again."""
 
@@ -50,7 +40,7 @@ def available() -> tuple[bool, str]:
         compiler, folder, key = _needs()
     except BackendError as error:
         return False, str(error)
-    known = _cached(folder, key)
+    known = find(folder, key)
     if known is not None:
         return True, f"built: {known}"
     return True, f"{shlex.join(compiler)} builds it on first use, in seconds"
@@ -78,7 +68,7 @@ def build_later() -> threading.Thread | None:
         compiler, folder, key = _needs()
     except BackendError:
         return None
-    if _failure or _cached(folder, key):
+    if _failure or find(folder, key):
         return None
 
     def work() -> None:
@@ -94,7 +84,7 @@ def build_later() -> threading.Thread | None:
 
 def _load() -> ctypes.CDLL:
     compiler, folder, key = _needs()
-    path = _cached(folder, key) or _build(compiler, folder, key)
+    path = find(folder, key) or _build(compiler, folder, key)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -107,46 +97,10 @@ def _needs() -> tuple[list[str], Path, str]:
     if compiler is None:
         raise BackendError("no C++ compiler (c++, g++ or clang++; or name one in CXX)")
     folder = cache_folder()
-    doubt = _doubt(folder)
+    doubt = doubt_about(folder)
     if doubt is not None:
         raise BackendError(f"{doubt}; name another folder in OPENK3_CACHE")
     return compiler, folder, _key(compiler)
-
-
-def cache_folder() -> Path:
-    """Where libraries lie: OPENK3_CACHE, or openk3 in the user's cache folder."""
-    own = os.environ.get("OPENK3_CACHE")
-    home = os.environ.get("XDG_CACHE_HOME")
-    base = Path(own) if own else Path(home or os.path.expanduser("~/.cache")) / "openk3"
-    return base / "native"
-
-
-def _doubt(folder: Path) -> str | None:
-    """Why libraries in a folder might be somebody else's, or None; it need not be there yet."""
-    if not folder.is_absolute():  # nor has a user a home whose name is still "~"
-        return f"{folder} depends on where the program is started"
-    try:
-        folder = folder.resolve()
-        if folder.exists() and not _own(folder.stat()):
-            return f"{folder} is not this user's, or others may write to it"
-        for parent in folder.parents:
-            found = parent.stat() if parent.exists() else None
-            if found and not _keeps(found):
-                return f"others may replace what is in {parent}"
-    except OSError as error:
-        return f"{folder} cannot be looked at: {error}"
-    return None
-
-
-def _own(found: os.stat_result) -> bool:
-    """Whether this user owns a file or folder, and nobody else may write to it."""
-    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
-def _keeps(found: os.stat_result) -> bool:
-    """Whether a folder's entries can be renamed by this user, its group and root only."""
-    closed = not found.st_mode & stat.S_IWOTH or bool(found.st_mode & stat.S_ISVTX)
-    return closed and found.st_uid in (os.getuid(), 0)
 
 
 def _key(compiler: list[str]) -> str:
@@ -173,48 +127,18 @@ def _processor() -> str:
     return facts + "".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
-def _cached(folder: Path, key: str) -> Path | None:
-    """A library of that key whose bytes are as they were written, and are this user's."""
-    for path in sorted(folder.glob(f"{key}-*.so")):
-        with suppress(OSError):  # gone meanwhile, or not to be read: as if it were not there
-            if _own(path.lstat()) and path.stem == f"{key}-{_digest(path)}":
-                return path
-    return None
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:20]
-
-
 def _build(compiler: list[str], folder: Path, key: str, level: int = logging.WARNING) -> Path:
     """level: a warning, where somebody waits: who does should know why, also in verbs that show no
     other log."""
     begin = time.monotonic()
     said = "compiling the CPU kernels with %s, once; they are kept in %s"
     log.log(level, said, compiler[0], folder)
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _sweep(folder)
-        with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as aside:
-            made = Path(aside) / "made.so"
-            _compile(compiler, made)
-            made.chmod(0o700)
-            path = folder / f"{key}-{_digest(made)}.so"
-            os.replace(made, path)
-    except OSError as error:
-        raise BackendError(
-            f"cannot keep a compiled library in {folder}: {error}; name another in OPENK3_CACHE"
-        ) from error
+    with aside(folder) as room:
+        made = room / "made.so"
+        _compile(compiler, made)
+        path = keep(made, folder, key)
     log.info("compiled in %.1f s", time.monotonic() - begin)
     return path
-
-
-def _sweep(folder: Path) -> None:
-    """Remove what builds that were killed have left."""
-    for left in folder.glob(".build-*"):
-        with suppress(FileNotFoundError):  # another process sweeps too
-            if left.stat().st_mtime < time.time() - ABANDONED_S:
-                shutil.rmtree(left, ignore_errors=True)
 
 
 def _load_error(path: Path) -> str | None:
