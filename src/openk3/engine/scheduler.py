@@ -121,27 +121,27 @@ class Scheduler:
             rest = rows[1:]
             skip = self.turn * (room - 1) % len(rest)
             rows = [rows[0], *(rest + rest)[skip : skip + room - 1]]
-        drafts = min(self.config.num_drafts, room // len(rows) - 1)
+        num_drafts = min(self.config.num_drafts, room // len(rows) - 1)
         for seq in rows:
             if seq.slot < 0:
                 continue
             guesses: tuple[int, ...] = ()
-            if drafts > 0 and seq.output:
-                guesses = propose(seq, self.config, self._window(seq, drafts))
+            if num_drafts > 0 and seq.output:
+                guesses = propose(seq, self.config, self._window(seq, num_drafts))
             if guesses and not self.memory.grow(seq, seq.computed + 1 + len(guesses)):
                 guesses = ()
             if self._make_room(seq, seq.computed + 1):
                 self.rows[seq] = Row(seq, 1, guesses)
         return sum(1 + len(row.drafts) for row in self.rows.values())
 
-    def _window(self, seq: Sequence, drafts: int) -> int:
-        """Drafts that may follow the next token.
+    def _window(self, seq: Sequence, most: int) -> int:
+        """Drafts that may follow the next token, at most `most`.
 
         A window ends before the next block end: the pass that reaches that is then one without
         drafts, and can leave the state there."""
         block_end = (seq.computed // self.memory.block + 1) * self.memory.block
         return min(
-            drafts,
+            most,
             block_end - seq.computed - 2,
             seq.budget - 1,
             self.max_context - len(seq.ids) - 1,

@@ -103,7 +103,10 @@ def _mooncake_client() -> Any:
 
 
 def open_store(text: str) -> KeyValueStore:
-    """The store that `EngineConfig.external` names: folder:PATH or mooncake:SETTINGS.json."""
+    """The store that `EngineConfig.external` names: folder:PATH or mooncake:SETTINGS.json.
+
+    Raises ConfigError for other names, StorageError or BackendError for a store that cannot be had.
+    """
     kind, _, where = text.partition(":")
     if kind not in ("folder", "mooncake") or not where:
         raise ConfigError(f'external must be "folder:PATH" or "mooncake:SETTINGS.json", not {text}')

@@ -37,6 +37,7 @@ class Chain:
     def __init__(self, root: bytes, hash_block: int, media: dict[int, bytes] | None = None) -> None:
         self.root = root
         self.block = hash_block
+        """Tokens of a block."""
         self.media = media or {}
         self.keys: list[bytes] = []
 

@@ -29,6 +29,7 @@ class Memory(Tiers):
     ) -> None:
         super().__init__(geometry, hash_block, num_host_pages, poison)
         self.page = geometry.page_tokens
+        """Tokens of a latent page."""
         self.enabled = enabled
         self.version = ""
 

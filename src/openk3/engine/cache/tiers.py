@@ -20,6 +20,7 @@ class Tiers:
     ) -> None:
         self.geometry = geometry
         self.block = hash_block
+        """Tokens of a hash block."""
         self.pool = Store("pool", geometry.num_pages, self._write_back)
         self.host = Store("host", num_host_pages, self._put_away)
         self.external: External | None = None

@@ -73,7 +73,8 @@ class Collectives:
         splits = route.copies
         self.sent.experts += self._elsewhere(splits.sent) * _width(own) * own[0].itemsize
         flat = torch.cat([w.detach()[route.lent].flatten(1) for w in own], 1)
-        landing = self._bank("landing", route, own, flat.dtype)
+        num = sum(splits.received)
+        landing = self.slots.take("landing", num, flat.shape[1], flat.dtype, flat.device)
         copies = self._banks("weights", route, own, flat.dtype)
         work = self._start(route, landing, flat, splits.received, splits.sent)
 
@@ -103,12 +104,6 @@ class Collectives:
                     total.index_add_(0, experts, grad)
 
         return Then(add)
-
-    def _bank(
-        self, use: str, route: CollectiveRoute, own: list[Tensor], dtype: torch.dtype
-    ) -> Tensor:
-        num = sum(route.copies.received)
-        return self.slots.take(use, num, _width(own), dtype, own[0].device)
 
     def _banks(
         self, use: str, route: CollectiveRoute, own: list[Tensor], dtype: torch.dtype
