@@ -196,17 +196,32 @@ def test_built_beside_other_work(small, caplog):
     assert "cannot be" in build.available()[1]
 
 
+LATE_START = """
+import subprocess, threading
+from pathlib import Path
+from openk3.ops.native import build
+
+class Popen(subprocess.Popen):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        if threading.current_thread() is not threading.main_thread():
+            threading.main_thread().join()
+
+subprocess.Popen = Popen
+build.SOURCES = Path({sources!r})
+build.build_later()
+with open({alive!r}) as running:
+    running.read(1)
+"""
+"""The program ends at the worst moment: the compiler runs, and its thread does not yet know."""
+
+
 def test_a_build_beside_other_work_ends_with_the_program(tmp_path, small):
     alive, code = tmp_path / "alive", tmp_path / "program.py"
     os.mkfifo(alive)
     ended = os.open(alive, os.O_RDONLY | os.O_NONBLOCK)
     lines = ['[ "$1" = --version ] && exec echo one', f"exec 3> {alive}", "echo >&3", "sleep 1000"]
-    code.write_text(
-        f"import select; from pathlib import Path; from openk3.ops.native import build\n"
-        f"build.SOURCES = Path({str(small)!r})\n"
-        f"thread = build.build_later()\n"
-        f"with open({str(alive)!r}) as running: running.read(1)\n"
-    )
+    code.write_text(LATE_START.format(sources=str(small), alive=str(alive)))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path),
                    "CXX": script(tmp_path / "cxx", *lines)}  # fmt: skip
     subprocess.run([sys.executable, str(code)], env=environment, check=True, timeout=60)

@@ -7,12 +7,17 @@ import shlex
 import shutil
 import signal
 import subprocess
+import threading
 from contextlib import suppress
 
 from openk3.errors import BackendError
 
 COMPILERS = ("c++", "g++", "clang++")
 VERSION_S = 60
+_groups: set[int] = set()
+"""Process groups that are not to outlive this program."""
+_starting = threading.Lock()
+"""Held from before one starts until it is among them."""
 
 
 def find_compiler() -> list[str] | None:
@@ -41,24 +46,32 @@ def run(command: list[str], seconds: float, **more: str) -> subprocess.Completed
     """A command with `more` in its environment. Raises BackendError if it cannot be started or
     takes longer; nothing that it started then goes on, nor when this program ends."""
     try:
-        with subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, errors="replace", env=os.environ | more, start_new_session=True,
-        ) as running:  # fmt: skip
-            stop = functools.partial(_stop, running.pid)
-            atexit.register(stop)
+        with _starting:
+            running = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                text=True, errors="replace", env=os.environ | more, start_new_session=True,
+            )  # fmt: skip
+            _groups.add(running.pid)
+        with running:
             try:
                 out, said = running.communicate(timeout=seconds)
             except BaseException:
-                stop()
+                _stop(running.pid)
                 raise
             finally:
-                atexit.unregister(stop)
+                _groups.discard(running.pid)
     except subprocess.TimeoutExpired as error:
         raise BackendError(f"{command[0]} took longer than {seconds:g} s") from error
     except OSError as error:
         raise BackendError(f"{command[0]} cannot be started: {error}") from error
     return subprocess.CompletedProcess(command, running.returncode, out, said)
+
+
+@atexit.register
+def _stop_all() -> None:
+    with _starting:
+        for group in list(_groups):
+            _stop(group)
 
 
 def _stop(group: int) -> None:
