@@ -112,9 +112,14 @@ def all_at_once(
     found = []
     for own, up in zip(q.split(some, 1), kv_b.split(some * per_head), strict=True):
         k, v = expand(latent, k_rope, up, own.shape[1], nope)
-        x, y, z = (F.pad(part, (0, padded - part.shape[-1])) for part in (own, k[0], v[0]))
+        x, y, z = (_widened(part, padded) for part in (own, k[0], v[0]))
         found.append(_flash(x, y, z, held, scale)[..., :value])
     return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    """x [..., D] with zeros behind, up to `width`."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, held: Held, scale: float) -> Tensor:
