@@ -1,5 +1,7 @@
 """Offline generation over a scripted engine."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from openk3.engine.llm import LLM
@@ -62,8 +64,49 @@ def test_bad_input_starts_nothing():
     with pytest.raises(InputError, match="fit"):
         model.generate(["x", [1] * 20])
     assert model.engine.running == {}
-    with pytest.raises(InputError, match="n must be"):
-        model.generate("x", n=0)
+    for n in (0, 1.5):
+        with pytest.raises(InputError, match="n must be"):
+            model.generate("x", n=n)
+    for prompts in ([1, 2], b"ab", [["a"]], [[1.5]], [None]):
+        with pytest.raises(InputError, match="a text or a list of ids"):
+            model.generate(prompts)
+    assert model.engine.running == {}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"max_tokens": x} for x in (1.5, "3", True, None)),
+        *({"temperature": x} for x in ("1", None, True)),
+        {"top_k": 2.0}, {"logprobs": True}, {"seed": 1.5}, {"top_p": "0.5"}, {"min_p": None},
+    ],
+)  # fmt: skip
+def test_parameters_of_a_wrong_type_are_refused(wrong):
+    with pytest.raises(InputError, match=f"{next(iter(wrong))} must be a"):
+        SamplingParams(**wrong)
+
+
+def test_one_stop_string_is_not_its_letters():
+    [answer] = llm(ids_of("alpha beta gamma")).generate("x", stop="beta")
+    assert (answer.text, answer.finish_reason) == ("alpha ", "stop")
+
+
+def test_threads_take_turns_and_a_callback_asks_for_nothing():
+    def script(request):
+        return (*ids_of(f"{request.params.seed}" * 20), tokenizer().eos_id)
+
+    model = LLM.over(ScriptedEngine(script), tokenizer())
+
+    def ask(seed):
+        found = [model.generate("x", SamplingParams(seed=seed))[0].text for _ in range(20)]
+        return set(found)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(ask, (3, 4))) == [{"3" * 20}, {"4" * 20}]
+    with pytest.raises(InputError, match="on_delta"):
+        model.generate("x", on_delta=lambda *_: model.generate("y"))
+    assert model.engine.running == {}
+    assert ask(5) == {"5" * 20}
 
 
 def test_a_failed_answer_is_an_error():

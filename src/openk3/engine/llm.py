@@ -5,6 +5,7 @@ llm = LLM("runs/quickstart")
 [answer] = llm.chat([{"role": "user", "content": "Hi"}])
 """
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class LLM:
-    """A model and its engine.
+    """A model and its engine. Threads take turns.
 
     An interrupt (Ctrl-C) ends the answers that are being made, after the step under way; what was
     computed for them can be reused. A second one breaks off that step, and the cache is lost.
@@ -79,6 +80,7 @@ class LLM:
         self.engine, self.tokenizer, self.processor = engine, tokenizer, processor
         self._numbers = count()
         self._last: list[tuple[Prompt, Answer]] = []
+        self._turn, self._inside = threading.RLock(), False
 
     def generate(
         self,
@@ -86,7 +88,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         images: Sequence[Any] = (),
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         n: int = 1,
         on_delta: OnDelta | None = None,
     ) -> list[Answer]:
@@ -95,7 +97,7 @@ class LLM:
         Args:
             prompts: one text, or texts, or lists of ids.
             images: pictures to look at before one text, in order (`ImageProcessor` takes them).
-            stop: strings that end an answer; they are not part of it.
+            stop: a string, or strings, that end an answer; they are not part of it.
             n: answers to each prompt.
             on_delta: gets the number of an answer and its text as it comes.
 
@@ -106,13 +108,15 @@ class LLM:
             InputError: a prompt that does not fit.
         """
         texts = [prompts] if isinstance(prompts, str) else prompts
+        _require_prompts(texts)
         _require_one(texts, images)
         found = []
         for text in texts:
             ids = self.tokenizer.encode(text) if isinstance(text, str) else text
             prompt = text_prompt(ids, self.tokenizer, processor=self.processor, images=images)
             found.append(prompt)
-        return self._run(found, params, n, lambda _: TextReader(self.tokenizer, stop), on_delta)
+        stops = _stops(stop)
+        return self._run(found, params, n, lambda _: TextReader(self.tokenizer, stops), on_delta)
 
     def chat(
         self,
@@ -121,7 +125,7 @@ class LLM:
         *,
         template: Template | None = None,
         images: Sequence[Any] = (),
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         n: int = 1,
         on_delta: OnDelta | None = None,
     ) -> list[Answer]:
@@ -149,8 +153,10 @@ class LLM:
             )
             found.append(prompt.with_ids(own_words.restore(prompt.ids)))
 
+        stops = _stops(stop)
+
         def reader(prompt: Prompt) -> Reader:
-            return ChatReader(self.tokenizer, thinking=prompt.thinking, stops=stop)
+            return ChatReader(self.tokenizer, thinking=prompt.thinking, stops=stops)
 
         return self._run(found, params, n, reader, on_delta)
 
@@ -162,8 +168,8 @@ class LLM:
         reader: Callable[[Prompt], Reader],
         on_delta: OnDelta | None,
     ) -> list[Answer]:
-        if n < 1:
-            raise InputError(f"n must be at least 1, not {n}")
+        if not isinstance(n, int) or n < 1:
+            raise InputError(f"n must be an integer of at least 1, not {n!r}")
         params = self._with_ends(params or SamplingParams())
         each = [prompt for prompt in prompts for _ in range(n)]
         makings = []
@@ -174,8 +180,14 @@ class LLM:
             choice = Choice(i, name, reader(prompt))
             makings.append(Making(request, choice, prompt.num_tokens, on_delta))
         answers = [making.answer for making in makings]
-        self._last = list(zip(each, answers, strict=True))
-        make_all(self.engine, makings)
+        with self._turn:
+            if self._inside:
+                raise InputError("on_delta must not ask for answers while others are being made")
+            self._inside, self._last = True, list(zip(each, answers, strict=True))
+            try:
+                make_all(self.engine, makings)
+            finally:
+                self._inside = False
         return answers
 
     def _with_ends(self, params: SamplingParams) -> SamplingParams:
@@ -183,6 +195,18 @@ class LLM:
         known = self.tokenizer.special_tokens
         ends = [known[name] for name in (EOS, END_OF_MSG) if name in known]
         return params if params.ignore_eos else replace(params, stop_ids=(*params.stop_ids, *ends))
+
+
+def _stops(stop: str | Sequence[str]) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _require_prompts(prompts: Sequence[Any]) -> None:
+    """Each must be a text or a list of ids."""
+    for prompt in prompts:
+        listed = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
+        if not listed or not (isinstance(prompt, str) or all(isinstance(i, int) for i in prompt)):
+            raise InputError(f"a prompt must be a text or a list of ids, not {prompt!r}")
 
 
 def _require_one(prompts: Sequence[Any], images: Sequence[Any]) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
+from numbers import Integral, Real
 from typing import Any, Literal, Protocol
 
 from openk3.errors import ConfigError, InputError
@@ -20,6 +21,13 @@ class Constraint(Protocol):
     def accept(self, token_id: int) -> None:
         """Move on by a token that was chosen."""
         ...
+
+
+PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,14 @@ class SamplingParams:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
     def __post_init__(self) -> None:
+        for name in ("max_tokens", "top_k", "logprobs", "prompt_logprobs", "seed"):
+            value, optional = getattr(self, name), name in ("logprobs", "prompt_logprobs", "seed")
+            if not (_is_integer(value) or (value is None and optional)):
+                raise InputError(f"{name} must be an integer, not {value!r}")
+        for name in ("temperature", "top_p", "min_p", *PENALTIES):
+            value = getattr(self, name)
+            if not isinstance(value, Real) or isinstance(value, bool):
+                raise InputError(f"{name} must be a number, not {value!r}")
         for name, good, allowed in (
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("temperature", 0 <= self.temperature < float("inf"), "finite and at least 0"),

@@ -81,12 +81,13 @@ def pillow():
 def _read(path: Path, max_pixels: int) -> bytes:
     limit = 4 * max_pixels + (1 << 20)
     try:
-        size = path.stat().st_size
-        if size > limit:
-            raise DataError(f"{path} has {size} bytes, more than a picture may ({limit})")
-        return path.read_bytes()
+        with path.open("rb") as file:  # a device or a growing file says nothing true of its size
+            data = file.read(limit + 1)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+    if len(data) > limit:
+        raise DataError(f"{path} has more bytes than a picture may ({limit})")
+    return data
 
 
 def _open(data: bytes) -> ImageFile:
