@@ -167,13 +167,19 @@ def serve(serving, prompt):
     return ids, cached
 
 
-def test_a_folder_outlives_the_engine_and_serves_its_weights_alone(tmp_path):
-    model, prompt = lively_model(seed=3), random_ids(2 * P + 3)
-    first = engine(model, tmp_path)
+def answer_and_leave(model, folder, prompt):
+    """The answer of an engine that writes the prompt's pages to a folder, and closes."""
+    first = engine(model, folder)
     wanted, _ = serve(first, prompt)
     for n in range(8):
         serve(first, random_ids(3 * P, seed=n + 9))
     first.memory.external.close()
+    return wanted
+
+
+def test_a_folder_outlives_the_engine_and_serves_its_weights_alone(tmp_path):
+    model, prompt = lively_model(seed=3), random_ids(2 * P + 3)
+    wanted = answer_and_leave(model, tmp_path, prompt)
     assert list(tmp_path.iterdir())
     again = engine(lively_model(seed=3), tmp_path)
     assert serve(again, prompt) == (wanted, 2 * P)
@@ -182,11 +188,7 @@ def test_a_folder_outlives_the_engine_and_serves_its_weights_alone(tmp_path):
 
 def test_a_damaged_file_changes_no_number(tmp_path):
     model, prompt = lively_model(seed=3), random_ids(2 * P + 3)
-    first = engine(model, tmp_path)
-    wanted, _ = serve(first, prompt)
-    for n in range(8):
-        serve(first, random_ids(3 * P, seed=n + 9))
-    first.memory.external.close()
+    wanted = answer_and_leave(model, tmp_path, prompt)
     for n, path in enumerate(tmp_path.iterdir()):
         data = bytearray(path.read_bytes())
         data[n * 97 % len(data)] ^= 64

@@ -146,7 +146,7 @@ def _prefill_rows(chunks: Sequence[Chunk], first: int, memory: PageMemory) -> Pr
     counts = on_device([totals, lengths], device)
     held = hold(table, counts, totals, lengths, memory.geometry.page_tokens)
     states = list(zip(*(c.state_pages for c in chunks), strict=True))
-    rows = PrefillRows(first, held, held.cu_queries, on_device(states, device))
+    rows = PrefillRows(first, held, on_device(states, device))
     inner = [(i, point) for i, c in enumerate(chunks) for point in c.inner_checkpoints]
     if inner:
         starts, taps = [0, *itertools.accumulate(lengths)], memory.conv_shape[1]

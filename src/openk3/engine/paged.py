@@ -56,8 +56,6 @@ class PrefillRows:
     """their first token in the packed row"""
     held: Held
     """all positions of the chunks' sequences"""
-    cu_seqlens: Tensor
-    """[C + 1] int32, relative to the first prefill token"""
     states: Tensor
     """[KDA groups, C] int64, live state pages"""
     inner_flat: Tensor | None = None
@@ -67,6 +65,11 @@ class PrefillRows:
     inner_tails: Tensor | None = None
     """[P, W] int64, their last W inputs: rows of the chunks' old tails [C * W] and the tokens
     behind them"""
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """[C + 1] int32, relative to the first prefill token."""
+        return self.held.cu_queries
 
 
 @dataclass

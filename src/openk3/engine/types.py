@@ -26,10 +26,6 @@ class Constraint(Protocol):
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request chooses its tokens. Raises InputError on a value out of range."""
@@ -70,13 +66,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "top_k", "logprobs", "prompt_logprobs", "seed"):
-            value, optional = getattr(self, name), name in ("logprobs", "prompt_logprobs", "seed")
-            if not (_is_integer(value) or (value is None and optional)):
-                raise InputError(f"{name} must be an integer, not {value!r}")
+            self._require(name, Integral, "an integer")
         for name in ("temperature", "top_p", "min_p", *PENALTIES):
-            value = getattr(self, name)
-            if not isinstance(value, Real) or isinstance(value, bool):
-                raise InputError(f"{name} must be a number, not {value!r}")
+            self._require(name, Real, "a number")
         for name, good, allowed in (
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("temperature", 0 <= self.temperature < float("inf"), "finite and at least 0"),
@@ -97,6 +89,12 @@ class SamplingParams:
         ):
             if not good:
                 raise InputError(f"{name} must be {allowed}, not {getattr(self, name)}")
+
+    def _require(self, name: str, kind: type, said: str) -> None:
+        value = getattr(self, name)
+        missing = value is None and getattr(type(self), name) is None  # its default
+        if not missing and (isinstance(value, bool) or not isinstance(value, kind)):
+            raise InputError(f"{name} must be {said}, not {value!r}")
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def _mix(x, DTYPE: tl.constexpr):
     return (y * sigmoid(y)).to(DTYPE).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "P"])
 def window_kernel(
     q,
     k,

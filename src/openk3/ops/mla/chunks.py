@@ -89,7 +89,8 @@ def attend_chunks(
 def chunk_by_chunk(
     q: Tensor, latent: Tensor, k_rope: Tensor, kv_b: Tensor, held: Held, scale: float
 ) -> Tensor:
-    """The reference: latent [1,S,R], k_rope [1,S,rope]; each chunk in its cheaper form."""
+    """The reference, each chunk in its cheaper form: q [N,H,D], latent [1,S,R], k_rope [1,S,rope],
+    kv_b as of `attend_chunks` -> [N,H,V]."""
     parts = zip(
         q.split(held.num_queries),
         latent.split(held.num_keys, 1),
@@ -123,8 +124,8 @@ def _widened(x: Tensor, width: int) -> Tensor:
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, held: Held, scale: float) -> Tensor:
-    """q [N,H,D], k, v [S,H,D]; queries are a sequence's last. What torch.nn.attention.varlen calls,
-    whose own arguments differ between the versions of torch."""
+    """q [N,H,D], k, v [S,H,D] -> [N,H,D]; queries are a sequence's last. What
+    torch.nn.attention.varlen calls, whose own arguments differ between the versions of torch."""
     return torch.ops.aten._flash_attention_forward(
         q, k, v, held.cu_queries, held.cu_keys, max(held.num_queries), max(held.num_keys),
         0.0, True, False, scale=scale,

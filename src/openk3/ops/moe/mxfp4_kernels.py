@@ -218,7 +218,7 @@ def dequantise(
             tl.store(out + at, value.to(out.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def plan_tokens(
     ids, active, starts, pairs, num_pairs,
     E_PAD: tl.constexpr, P_PAD: tl.constexpr, SLOTS: tl.constexpr, S_PAD: tl.constexpr,
