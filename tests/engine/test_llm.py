@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from openk3.engine.llm import LLM
@@ -22,7 +23,7 @@ def test_generate_gives_n_answers_a_prompt_in_order():
         return (*text, tokenizer().eos_id)
 
     model = LLM.over(ScriptedEngine(script), tokenizer())
-    answers = model.generate(["x", [1, 2, 3]], SamplingParams(seed=5, logprobs=1), n=2)
+    answers = model.generate(["x", list(np.arange(3))], SamplingParams(seed=5, logprobs=1), n=2)
     assert [answer.text for answer in answers] == ["51", "61", "53", "63"]
     assert all(answer.finish_reason == "stop" for answer in answers)
     assert [answer.prompt_tokens for answer in answers] == [1, 1, 3, 3]

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -205,7 +206,9 @@ def _require_prompts(prompts: Sequence[Any]) -> None:
     """Each must be a text or a list of ids."""
     for prompt in prompts:
         listed = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
-        if not listed or not (isinstance(prompt, str) or all(isinstance(i, int) for i in prompt)):
+        if not listed or not (
+            isinstance(prompt, str) or all(isinstance(i, Integral) for i in prompt)
+        ):
             raise InputError(f"a prompt must be a text or a list of ids, not {prompt!r}")
 
 
